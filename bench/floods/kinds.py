@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import random
+import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal, NamedTuple
@@ -72,7 +71,7 @@ def prepared(name: str, target: Target) -> Flood:
 
 
 def _keys(count: int) -> bytes:
-    return b"".join(random.randbytes(KEY_BYTES) for _ in range(count))
+    return secrets.token_bytes(KEY_BYTES * count)  # a forked process must not begin as the one before it
 
 
 def _heartbeat(at: Target, field: str, item: str, count: int) -> bytes:
@@ -94,10 +93,8 @@ def _lookup(at: Target, count: int = MAX_KEYS) -> bytes:
 
 def _new_lookup(at: Target, sign: Sign) -> Flood:
     """Each lookup has a request and keys of its own, so the server counts each of them."""
-    numbers = itertools.count()
-
     def say(_: bytes) -> bytes:
-        body = {"session": at.session, "member": at.member, "request": f"new {next(numbers)}", "keys": _keys(MAX_KEYS)}
+        body = {"session": at.session, "member": at.member, "request": secrets.token_hex(8), "keys": _keys(MAX_KEYS)}
         return sign(packed("/v1/lookups", body))
 
     return partial(converse, at.http, say)
@@ -105,7 +102,7 @@ def _new_lookup(at: Target, sign: Sign) -> Flood:
 
 def _new_store(at: Target, sign: Sign) -> Flood:
     """Each call reserves chunks for keys that no call before it had; the next one commits them."""
-    numbers, parts = itertools.count(), [[chunk, 0, 0] for chunk in range(MAX_STORE_KEYS)]
+    parts = [[chunk, 0, 0] for chunk in range(MAX_STORE_KEYS)]
 
     def say(answer: bytes) -> bytes:
         reservation = (msgspec.msgpack.decode(answer) if answer else {}).get("reservation")
@@ -113,7 +110,7 @@ def _new_store(at: Target, sign: Sign) -> Flood:
             return sign(packed(f"/v1/reservations/{reservation}/commit", {
                 "session": at.session, "rank": 0, "parts": parts,
             }))
-        body = {"session": at.session, "member": at.member, "store": f"new {next(numbers)}",
+        body = {"session": at.session, "member": at.member, "store": secrets.token_hex(8),
                 "keys": _keys(MAX_STORE_KEYS)}
         return sign(packed("/v1/reservations", body))
 

@@ -224,6 +224,7 @@ void bind_results(py::module_& m) {
   using Granted = const ReserveResult&;
   py::class_<ReserveResult>(m, "Reservation")
       .def_readonly("grant", &ReserveResult::grant, "0 when nothing was granted.")
+      .def_readonly("has_more", &ReserveResult::has_more, "Nothing was granted yet: call again with `goes_on`.")
       .def_readonly("present", &ReserveResult::present)
       .def_readonly("busy", &ReserveResult::busy)
       .def_property_readonly("limited", [](Granted r) {
@@ -405,14 +406,16 @@ void bind_members(py::class_<BoundTable>& c) {
 
 void bind_stores(py::class_<BoundTable>& c) {
   c.def("reserve", [](BoundTable& t, uint64_t session, uint64_t member, const Id16& store, const py::bytes& parent,
-                         std::vector<Key> keys, uint32_t groups, bool temporary, uint64_t deadline_ms, uint64_t now) {
+                         std::vector<Key> keys, uint32_t groups, bool temporary, uint64_t deadline_ms, uint64_t now,
+                         uint32_t most_evicted, bool goes_on) {
         Key above = py::len(parent) ? parent.cast<Key>() : Key{};
-        ReserveCall wanted{store, above, std::move(keys), groups, temporary, deadline_ms};
+        ReserveCall wanted{store, above, std::move(keys), groups, temporary, deadline_ms, most_evicted, goes_on};
         return call(&Table::reserve)(t, session, member, wanted, now);
       }, "session"_a, "member"_a, "store"_a, "parent"_a, "keys"_a, py::kw_only(), "groups"_a, "temporary"_a,
-         "deadline_ms"_a, "now_ms"_a,
+         "deadline_ms"_a, "now_ms"_a, "most_evicted"_a = UINT32_MAX, "goes_on"_a = false,
          "parent: 32 bytes, of ones if it is not known, or b'' (root). groups: bit mask, 0 = all. deadline_ms: from "
-         "now.")
+         "now. If more than `most_evicted` chunks are in the way, so many are evicted, nothing is granted, and the "
+         "answer has more: then the same call with `goes_on` is the next.")
       .def("commit", call(&Table::commit), "session"_a, "grant"_a, "rank"_a, "parts"_a, "now_ms"_a,
            "parts: (index into the store's keys, group, checksum). Returns (chunks ready, ranks remaining).")
       .def("make_raw", [](BoundTable& t, uint64_t session, uint64_t grant, uint32_t rank,

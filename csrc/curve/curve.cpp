@@ -187,6 +187,7 @@ size_t Curve::choose(double share, size_t found) {
 }
 
 void Curve::looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t found) {
+  finish();
   of_space(space);  // throws if it is unknown
   Space& in = spaces_[space];
   tick_ += std::max<size_t>(1, count);
@@ -198,7 +199,36 @@ void Curve::looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t 
   }
   sample(space, keys, count);
   remember(in, found);
-  simulate(in, count, found);
+  unfinished_ = {space, true, count, found, 0};
+}
+
+void Curve::stored(uint32_t space, const uint8_t* keys, size_t count) {
+  finish();
+  of_space(space);
+  sample_fewer_for(count);
+  sample(space, keys, count);
+  choose(remembered_share_, 0);
+  for (uint64_t name : names_) use(spaces_[space], name);
+  unfinished_ = {space, false, count, 0, 0};
+}
+
+bool Curve::go_on() {
+  if (!unfinished_) return false;
+  Unfinished& call = *unfinished_;
+  if (call.is_lookup) {
+    look(call.pool);
+  } else {
+    choose(seen_by(call.pool), 0);
+    pools_[call.pool].store(names_, tick_, spaces_[call.space].chunk_bytes);
+  }
+  if (++call.pool < kPools) return true;
+  if (call.is_lookup) adapt();
+  else keep_few();
+  unfinished_.reset();
+  return false;
+}
+
+void Curve::adapt() {
   work_ += kRememberedWork * static_cast<double>(sampled_.size());
   keep_few();
   bool is_too_much = work_ > options_.most_work * kWorkLookups;
@@ -209,19 +239,6 @@ void Curve::looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t 
   }
   work_ = 0;
   work_lookups_ = 0;
-}
-
-void Curve::stored(uint32_t space, const uint8_t* keys, size_t count) {
-  of_space(space);
-  sample_fewer_for(count);
-  sample(space, keys, count);
-  choose(remembered_share_, 0);
-  for (uint64_t name : names_) use(spaces_[space], name);
-  for (size_t i = 0; i < kPools; ++i) {
-    choose(seen_by(i), 0);
-    pools_[i].store(names_, tick_, spaces_[space].chunk_bytes);
-  }
-  keep_few();
 }
 
 // ---- misses of other pools
@@ -245,16 +262,17 @@ void Curve::remember(Space& space, size_t found) {
   }
 }
 
-void Curve::simulate(Space& space, size_t count, size_t found) {
-  for (size_t i = 0; i < kPools; ++i) {
-    double share = seen_by(i), stands_for = space.chunk_tokens / share;
-    size_t here = choose(share, found);
-    size_t hits = pools_[i].look(names_, tick_, count, space.chunk_bytes, &work_);
-    for (CurveSums* sums : {&space.sums, &all_}) {
-      if (i == 0) sums->samples += names_.size();
-      sums->pools[i].here += static_cast<double>(here) * stands_for;
-      sums->pools[i].there += static_cast<double>(names_.size() - hits) * stands_for;
-    }
+// The latest lookup, in one pool.
+void Curve::look(size_t pool) {
+  const Unfinished& call = *unfinished_;
+  Space& space = spaces_[call.space];
+  double share = seen_by(pool), stands_for = space.chunk_tokens / share;
+  size_t here = choose(share, call.found);
+  size_t hits = pools_[pool].look(names_, tick_, call.count, space.chunk_bytes, &work_);
+  for (CurveSums* sums : {&space.sums, &all_}) {
+    if (pool == 0) sums->samples += names_.size();
+    sums->pools[pool].here += static_cast<double>(here) * stands_for;
+    sums->pools[pool].there += static_cast<double>(names_.size() - hits) * stands_for;
   }
 }
 

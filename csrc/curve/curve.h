@@ -81,10 +81,16 @@ class Curve {
   // A namespace gets the number. Its sums start at zero; the sums of a namespace that had the number before are
   // forgotten.
   void set_space(uint32_t space, uint32_t chunk_tokens, uint64_t chunk_bytes);
-  // A request asked for the `count` chunks, and the first `found` of them were found.
+  // A request asked for the `count` chunks, and the first `found` of them were found. The simulated pools see them one
+  // after the other, in go_on(), or all at once in finish(), which every other call does first.
   void looked_up(uint32_t space, const uint8_t* keys, size_t count, size_t found);
-  // Chunks were stored. Those that a lookup named are in the simulated pools already.
+  // Chunks were stored. Those that a lookup named are in the simulated pools already. Likewise.
   void stored(uint32_t space, const uint8_t* keys, size_t count);
+  bool go_on();  // shows the latest call to one more pool; returns whether there are more
+  void finish() {
+    while (go_on()) {
+    }
+  }
 
   // Multiplies the present counts by `kept`. Throws TableError bad_argument.
   void age(double kept);
@@ -111,7 +117,8 @@ class Curve {
   bool is_below(uint64_t name, double share) const;
   std::optional<uint64_t> use(const Space& space, uint64_t name);
   void remember(Space& space, size_t found);
-  void simulate(Space& space, size_t count, size_t found);
+  void look(size_t pool);
+  void adapt();  // to how much work lookups were
   size_t choose(double share, size_t found);
   void keep_few();  // no more samples than options_ allow
   void sample_fewer_for(size_t count);
@@ -132,7 +139,14 @@ class Curve {
     uint64_t name;
     size_t at;  // in the call's keys
   };
-  std::vector<Sampled> sampled_;  // of the present call
+  struct Unfinished {
+    uint32_t space;
+    bool is_lookup;
+    size_t count, found;
+    size_t pool;  // the next one that sees it
+  };
+  std::optional<Unfinished> unfinished_;  // the latest call
+  std::vector<Sampled> sampled_;  // of the latest call
   std::vector<uint64_t> names_;   // names of those of sampled_ that one pool sees
 };
 

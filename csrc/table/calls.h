@@ -73,12 +73,17 @@ struct ReserveCall {
   uint32_t groups;  // bit mask
   bool temporary;
   uint64_t deadline_ms;
+  // How many chunks may be evicted to begin with. If that is not enough, the call grants nothing, and the next one has
+  // `goes_on`.
+  uint32_t most_evicted = UINT32_MAX;
+  bool goes_on = false;  // the table did not decline the store when it came first
 };
 struct ReserveResult {
   uint64_t grant = 0;
   std::vector<std::pair<uint32_t, std::vector<PartAt>>> chunks;
   std::vector<uint32_t> present, busy;
   Limit limited = Limit::none;
+  bool has_more = false;  // nothing is granted yet: more chunks are to be evicted
 };
 struct RetainResult {
   uint32_t chunks = 0, refused = 0;  // how many are retained now, and how many exceeded the limit

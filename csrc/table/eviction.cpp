@@ -1,6 +1,7 @@
 #include "table/eviction.h"
 
 #include <algorithm>
+#include <bit>
 
 #include "base/pause.h"
 #include "base/seeded_hash.h"
@@ -353,6 +354,43 @@ bool Eviction::evict_for_quota(const NewChunk& chunk) {
   return true;
 }
 
+bool Eviction::make_room(const NewChunk& chunk, uint32_t count, uint32_t max_chunks) {
+  if (!chunk.may_evict()) return false;
+  const Namespace& ns = spaces_[chunk.space];
+  const uint32_t parts = ns.writers * static_cast<uint32_t>(std::popcount(chunk.groups));
+  const uint64_t until = evicted_.all + max_chunks;
+  bool has_more = false;
+  auto evict_while = [&](auto&& lacks, auto&& evict) {  // until nothing is lacking, or nothing may be evicted
+    for (uint64_t before = ~evicted_.all; !has_more && before != evicted_.all && lacks();) {
+      before = evicted_.all;
+      has_more = evicted_.all >= until;
+      if (!has_more) evict();
+    }
+  };
+  const uint32_t tenant = spaces_.tenant_of(chunk.space);
+  const Tenants& tenants = spaces_.tenants();
+  const uint64_t all_bytes = chunk.bytes * count;
+  if (!tenants.is_over(tenant) && tenants.could_fit(tenant, all_bytes, count))
+    evict_while([&] { return !tenants.fits(tenant, all_bytes, count); }, [&] { evict_of(tenant); });
+  size_t ids = records_.free_ids(parts, count);
+  evict_while([&] { return ids < count; }, [&] { ids += evict_for_id(chunk.space, parts); });
+  std::map<uint64_t, uint64_t> wanted;  // bytes by slot size
+  for (uint32_t g = 0; g < ns.group_count; ++g) {
+    const uint64_t size = round_slot(ns.groups[g].slot_bytes());
+    if (chunk.groups >> g & 1) wanted[size] += size * ns.writers * count;
+  }
+  for (auto [size, bytes] : wanted) {
+    const uint64_t before = slots_.free_bytes(), has = slots_.available_for(size, bytes);
+    evict_while([&, size = size, bytes = bytes] { return has + slots_.free_bytes() - before < bytes; },
+                [&, size = size] {
+                  cause_ = Gone::room;
+                  room_.wanted.insert(size);
+                  evict_toward(size);
+                });
+  }
+  return has_more;
+}
+
 uint32_t Eviction::evict_over_quota(uint32_t max_chunks) {
   uint32_t gone = 0;
   for (uint32_t tenant = 0; tenant < spaces_.tenants().end(); ++tenant)
@@ -377,7 +415,12 @@ uint32_t Eviction::evict(uint64_t target_bytes, uint32_t max_chunks, Gone cause)
     auto lacks = [&](uint64_t size) { return slots_.available_for(size, target_bytes) < target_bytes; };
     auto size = std::find_if(room_.wanted.begin(), room_.wanted.end(), lacks);
     if (size != room_.wanted.end()) {
-      if (!evict_toward(*size)) room_.wanted.erase(size);
+      // available_for() looks at thousands of extents, so it is not asked again for each chunk.
+      const uint64_t has = slots_.available_for(*size, target_bytes), before_bytes = slots_.free_bytes();
+      bool can = true;
+      while (can && evicted_.all < until && has + slots_.free_bytes() - before_bytes < target_bytes)
+        can = evict_toward(*size);
+      if (!can) room_.wanted.erase(size);
       continue;
     }
     room_.wanted.clear();

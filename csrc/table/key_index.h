@@ -193,7 +193,7 @@ class KeyIndex {
   }
 
   // It grows again after as many inserts as 7 of 10 of these cells: they have been emptied long before.
-  static constexpr size_t kMovedByInsert = 4, kMovedAtFirst = 256;
+  static constexpr size_t kMovedByInsert = 2, kMovedAtFirst = 256;
 
   Cells cells_, before_;
   size_t start_ = 0, moved_ = 0;

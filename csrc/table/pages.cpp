@@ -3,11 +3,14 @@
 namespace kvdock {
 
 namespace {
-constexpr uint32_t kSmallestRecord = sizeof(Record) + sizeof(StoredPart);
+constexpr uint32_t record_bytes(uint32_t parts) {
+  return static_cast<uint32_t>(sizeof(Record) + parts * sizeof(StoredPart));
+}
+constexpr uint32_t kSmallestRecord = record_bytes(1);
 }  // namespace
 
 std::optional<uint32_t> RecordPages::take(uint32_t parts) {
-  auto size = static_cast<uint32_t>(sizeof(Record) + parts * sizeof(StoredPart));
+  uint32_t size = record_bytes(parts);
   auto& pages = with_free_[size];
   if (pages.empty()) {
     auto page = open_page(size);
@@ -53,6 +56,15 @@ void RecordPages::give(uint32_t id) {
     pages.erase(at);
     spare_.push_back(at);
   }
+}
+
+size_t RecordPages::free_ids(uint32_t parts, size_t enough) const {
+  const uint32_t size = record_bytes(parts);
+  size_t found = (spare_.size() + max_pages_ - pages_.size()) * std::min(kPageBytes / size, kPageRecords);
+  if (auto pages = with_free_.find(size); pages != with_free_.end())
+    for (auto at = pages->second.begin(); at != pages->second.end() && found < enough; ++at)
+      found += pages_[*at].free.size();
+  return std::min(found, enough);
 }
 
 uint32_t RecordPages::next_id(uint32_t id) const {

@@ -24,6 +24,8 @@ class RecordPages {
   // nullopt: every page is in use.
   std::optional<uint32_t> take(uint32_t parts);
   void give(uint32_t id);
+  // How many records with that number of parts fit in beside those that are there, or `enough` if these are fewer.
+  size_t free_ids(uint32_t parts, size_t enough) const;
 
   uint32_t end() const { return static_cast<uint32_t>(pages_.size()) * kPageRecords; }  // ids are below it
   size_t most() const { return size_t{max_pages_} * kPageRecords; }  // every id is below it

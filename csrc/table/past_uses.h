@@ -6,9 +6,8 @@
 #include <cstdint>
 #include <deque>
 #include <optional>
-#include <unordered_map>
 
-#include "base/seeded_hash.h"
+#include "base/spread_map.h"
 
 namespace kvdock {
 
@@ -20,18 +19,18 @@ class PastUses {
   };
 
   std::optional<Use> find(uint64_t name) const {
-    auto at = is_seen(name) ? uses_.find(name) : uses_.end();
-    return at == uses_.end() ? std::nullopt : std::optional(at->second);
+    const Use* found = is_seen(name) ? uses_.find(name) : nullptr;
+    return found ? std::optional(*found) : std::nullopt;
   }
   // `chunks`: how many chunks the pool has.
   void put(uint64_t name, const Use& use, uint64_t chunks) {
     if (!is_seen(name)) return;
-    uses_[name] = use;
+    uses_.put(name, use);
     in_order_.emplace_back(name, use.tick);
     while (in_order_.size() > std::min(kMost, chunks * kTimes / kOneIn)) {
       auto [oldest, tick] = in_order_.front();
       in_order_.pop_front();
-      if (auto at = uses_.find(oldest); at != uses_.end() && at->second.tick == tick) uses_.erase(at);
+      if (const Use* found = uses_.find(oldest); found && found->tick == tick) uses_.erase(oldest);
     }
   }
   void drop(uint64_t name) {
@@ -42,7 +41,7 @@ class PastUses {
   static constexpr uint64_t kOneIn = 8, kTimes = 64, kMost = 1 << 18;
   static bool is_seen(uint64_t name) { return (name >> 32) % kOneIn == 0; }
 
-  std::unordered_map<uint64_t, Use, SeededHash> uses_;          // by name
+  SpreadMap<Use> uses_;                                 // by name
   std::deque<std::pair<uint64_t, uint64_t>> in_order_;  // name and tick
 };
 

@@ -97,6 +97,7 @@ class Records {
   // -- transitions: each is one 64-bit store
   // An id for a record with that number of parts; nullopt: every page is in use.
   std::optional<uint32_t> take_id(uint32_t parts);
+  size_t free_ids(uint32_t parts, size_t enough) const { return pages_.free_ids(parts, enough); }
   void give_id(uint32_t id) { pages_.give(id); }  // for an id under which nothing was written
   void write(const NewChunk& chunk, uint32_t id, std::span<const StoredPart> parts);  // FREE → RESERVED
   // The RESERVED record's part has another slot from now on. REQUIRES: the part is not committed.

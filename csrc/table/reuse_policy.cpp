@@ -48,12 +48,11 @@ uint8_t ReusePolicy::stored(const Chunk& chunk, std::optional<uint8_t> inherited
   uint8_t kind = from_parent(inherited);
   if (auto gap = past_gap(chunk.name, chunk.used)) kind = kind_of(kind, *gap);
   past_.drop(chunk.name);
-  auto ghost = has_ghost(chunk.name) ? ghosts_.find(chunk.name) : ghosts_.end();
-  if (ghost != ghosts_.end()) {
-    Ghost was = ghost->second;
+  if (const Ghost* ghost = has_ghost(chunk.name) ? ghosts_.find(chunk.name) : nullptr) {
+    Ghost was = *ghost;
     kind = again(was.kind, was.used, chunk.used, was.sample != kNone);
     if (was.sample != kNone) drop_sample(was.sample);
-    ghosts_.erase(ghost);
+    ghosts_.erase(chunk.name);
   }
   if (sample_of(chunk.record) != kNone) drop_sample(sample_of(chunk.record));
   if (is_sampled(chunk.name)) add_sample(chunk, kind);
@@ -100,8 +99,8 @@ uint8_t ReusePolicy::from_parent(std::optional<uint8_t> inherited) {
 // The gap of a chunk that is used after it was evicted or declined.
 std::optional<uint8_t> ReusePolicy::past_gap(uint64_t name, uint64_t tick) const {
   auto past = past_.find(name);
-  if (auto ghost = has_ghost(name) ? ghosts_.find(name) : ghosts_.end(); !past && ghost != ghosts_.end())
-    past = {ghost->second.used, ghost->second.kind};
+  if (const Ghost* ghost = has_ghost(name) ? ghosts_.find(name) : nullptr; !past && ghost)
+    past = {ghost->used, ghost->kind};
   if (!past || past->kind == 0) return std::nullopt;  // its next use is its second
   uint64_t age = tick - std::min(tick, past->tick);
   return static_cast<uint8_t>((is_apart(age) ? with_gap(past->kind, age) : past->kind) / kUses);
@@ -130,10 +129,9 @@ void ReusePolicy::evicted(const Chunk& chunk, uint64_t tick) {
     model_.ended(chunk.kind, tick - std::min(tick, chunk.used), false);
     return drop_sample(place);
   }
-  if (auto known = ghosts_.find(chunk.name); known != ghosts_.end() && known->second.sample != kNone)
-    drop_sample(known->second.sample);
+  if (const Ghost* known = ghosts_.find(chunk.name); known && known->sample != kNone) drop_sample(known->sample);
   place = sample_of(chunk.record);  // another sample may have moved
-  ghosts_[chunk.name] = {chunk.used, chunk.kind, place};
+  ghosts_.put(chunk.name, {chunk.used, chunk.kind, place});
   sample_of(chunk.record) = kNone;
   if (place != kNone) samples_[place].record = kNone;
   ghosts_in_order_.emplace_back(chunk.name, chunk.used);
@@ -144,9 +142,9 @@ void ReusePolicy::evicted(const Chunk& chunk, uint64_t tick) {
 void ReusePolicy::close_oldest_ghost(uint64_t tick) {
   auto [name, used] = ghosts_in_order_.front();
   ghosts_in_order_.pop_front();
-  auto ghost = ghosts_.find(name);
-  if (ghost == ghosts_.end() || ghost->second.used != used) return;  // it came back, or was evicted again
-  Ghost was = ghost->second;
+  const Ghost* ghost = ghosts_.find(name);
+  if (!ghost || ghost->used != used) return;  // it came back, or was evicted again
+  Ghost was = *ghost;
   if (was.sample != kNone) {
     model_.ended(was.kind, tick - std::min(tick, was.used), false);
     drop_sample(was.sample);
@@ -166,7 +164,7 @@ uint32_t& ReusePolicy::sample_of(uint32_t record) {
 }
 
 uint32_t& ReusePolicy::place_of(const Sample& sample) {
-  return sample.record != kNone ? sample_of(sample.record) : ghosts_.at(sample.name).sample;
+  return sample.record != kNone ? sample_of(sample.record) : ghosts_.find(sample.name)->sample;
 }
 
 void ReusePolicy::add_sample(const Chunk& chunk, uint8_t kind) {

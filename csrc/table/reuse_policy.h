@@ -15,10 +15,9 @@
 #pragma once
 
 #include <deque>
-#include <unordered_map>
 #include <vector>
 
-#include "base/seeded_hash.h"
+#include "base/spread_map.h"
 #include "table/past_uses.h"
 #include "table/reuse_model.h"
 
@@ -82,7 +81,7 @@ class ReusePolicy : public Policy {
   double keys_ = 0;  // keys per lookup: the mean of the latest lookups
   std::vector<Sample> samples_;
   std::vector<uint32_t> sample_of_;  // by record
-  std::unordered_map<uint64_t, Ghost, SeededHash> ghosts_;    // by name
+  SpreadMap<Ghost> ghosts_;                                    // by name
   std::deque<std::pair<uint64_t, uint64_t>> ghosts_in_order_;  // name and last use
   PastUses past_;  // of chunks that were evicted or declined
 };

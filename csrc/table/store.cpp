@@ -67,6 +67,7 @@ void Table::check_chain(uint32_t space, const ReserveCall& call, uint32_t groups
   if (call.keys.size() > kMaxStoreKeys)
     throw TableError("bad_argument", "too many keys", int64_t(call.keys.size()), kMaxStoreKeys);
   require_distinct(call.keys);
+  for (const Key& key : call.keys) chunks_.records().prefetch_key(space, key);  // as for a lookup
   for (size_t i = 0; i < call.keys.size(); ++i) {
     if (!call.keys[i].names_chunk())
       throw TableError("bad_argument", "a key of zeros or ones names no chunk", int64_t(i), "a digest");
@@ -118,7 +119,8 @@ ReserveResult Table::reserve(uint64_t session, uint64_t member, const ReserveCal
   return out;
 }
 
-// Reserves the keys that are neither stored nor reserved, until a limit is met. nullptr: nothing was reserved.
+// Reserves the keys that are neither stored nor reserved, until a limit is met. nullptr: nothing was reserved. With
+// fewer evictions than it needs, it reserves nothing.
 Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& call, uint32_t groups, uint64_t now,
                               ReserveResult* out) {
   uint32_t space = members_.session(asker.session).space();
@@ -147,13 +149,17 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
       out->limited = Limit::held_bytes;
       break;
     }
-    if (!grant && !call.temporary &&
+    if (!grant && !call.temporary && !call.goes_on &&
         chunks_.declines(space, parent_of(call, i), std::span(call.keys).subspan(i), bytes)) {
       out->limited = Limit::no_space;
       break;
     }
-    if (!grant) grant = &grants_.prepare({GrantKind::kReservation, asker, call.store, ns.writers, now});
     NewChunk wanted{space, call.keys[i], parent_of(call, i), groups, call.temporary, tick, bytes, below};
+    if (!grant) {
+      out->has_more = chunks_.make_room(wanted, count_missing(asker.session, call, i, wanted), call.most_evicted);
+      if (out->has_more) break;
+      grant = &grants_.prepare({GrantKind::kReservation, asker, call.store, ns.writers, now});
+    }
     auto [id, limited] = chunks_.reserve(wanted);
     if (id == kNone) {
       out->limited = limited;
@@ -164,6 +170,16 @@ Grant* Table::reserve_missing(const Members::Asker& asker, const ReserveCall& ca
     out->chunks.emplace_back(i, parts_of(r, groups));
   }
   return grant;
+}
+
+// How many of the keys from `i` on need a record and may have one.
+uint32_t Table::count_missing(uint32_t session, const ReserveCall& call, size_t i, const NewChunk& each) {
+  uint32_t count = 0;
+  for (; i < call.keys.size() && may_hold(session, each.bytes * (count + 1)); ++i) {
+    const KeyEntry* e = chunks_.find(each.space, call.keys[i]);
+    count += !e || e->any() == kNone;
+  }
+  return count;
 }
 
 CommitResult Table::commit(uint64_t session, uint64_t id, uint32_t rank, const std::vector<PartCommit>& parts,

@@ -194,6 +194,7 @@ class Table {
   void repeat_reservation(Grant& g, const ReserveCall& call, uint64_t now, ReserveResult* out);
   Grant* reserve_missing(const Members::Asker& asker, const ReserveCall& call, uint32_t groups, uint64_t now,
                          ReserveResult* out);
+  uint32_t count_missing(uint32_t session, const ReserveCall& call, size_t i, const NewChunk& each);
   struct NewPart {
     StoredPart* at;
     uint64_t checksum;

@@ -51,14 +51,14 @@ bool Tenants::is_over(uint32_t number) const {
   return t.usage.bytes > quota(t).bytes || t.usage.chunks > quota(t).chunks;
 }
 
-bool Tenants::could_fit(uint32_t number, uint64_t bytes) const {
+bool Tenants::could_fit(uint32_t number, uint64_t bytes, uint64_t chunks) const {
   const Quota& q = quota(tenants_[number]);
-  return bytes <= q.bytes && q.chunks >= 1;
+  return bytes <= q.bytes && chunks <= q.chunks;
 }
 
-bool Tenants::fits(uint32_t number, uint64_t bytes) const {
+bool Tenants::fits(uint32_t number, uint64_t bytes, uint64_t chunks) const {
   const Tenant& t = tenants_[number];
-  return t.usage.bytes + bytes <= quota(t).bytes && t.usage.chunks + 1 <= quota(t).chunks;
+  return t.usage.bytes + bytes <= quota(t).bytes && t.usage.chunks + chunks <= quota(t).chunks;
 }
 
 TenantInfo Tenants::view(const Id16& tenant) const {

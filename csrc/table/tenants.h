@@ -50,9 +50,10 @@ class Tenants {
   // For tenants without a quota of their own, except the server's own user (the tenant whose id is zeros).
   void set_default(const Quota& quota) { default_ = quota; }
   bool is_over(uint32_t number) const;
-  // Whether one more chunk of `bytes` is within the quota; could_fit: whether it would be if the tenant had no others.
-  bool fits(uint32_t number, uint64_t bytes) const;
-  bool could_fit(uint32_t number, uint64_t bytes) const;
+  // Whether more chunks, of `bytes` together, are within the quota; could_fit: whether they would be if the tenant had
+  // no others.
+  bool fits(uint32_t number, uint64_t bytes, uint64_t chunks = 1) const;
+  bool could_fit(uint32_t number, uint64_t bytes, uint64_t chunks = 1) const;
 
   TenantInfo view(const Id16& tenant) const;  // of an unknown tenant: without usage
   std::vector<TenantInfo> views() const;

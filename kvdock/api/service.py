@@ -8,7 +8,7 @@ ApiError or the table's own TableError, and leaves nothing half done.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -54,6 +54,8 @@ SLICE_ANSWERS = 64
 """How many answers of a heartbeat are handled at once."""
 SLICE_RELEASES = 32
 SLICE_NAMES = 128
+SLICE_EVICTED = 128
+"""How many chunks a store evicts in its first slice."""
 SLICE_HINT_BYTES = 512 * KEY_BYTES
 NOTHING = msgspec.Raw(b"[]"), msgspec.Raw(b"\x90")
 """No chunks: as JSON and as MessagePack."""
@@ -107,7 +109,7 @@ class CacheService:
 
     async def weights(self, peer: Peer, body: s.RunWeights) -> s.WeightsAnswer:
         def move() -> s.WeightsAnswer:
-            self._tally.catch_up()
+            self._tally.count_answered()
             session = self._registry.session(body.session, peer.tenant, peer.identity)
             if not session.member(body.member).scheduler:
                 raise ApiError(
@@ -278,7 +280,7 @@ class CacheService:
 
     async def mismatch(self, peer: Peer, body: s.ReportMismatch) -> s.MismatchAnswer:
         session = self._registry.session(body.session, peer.tenant, peer.identity)
-        self._tally.catch_up()
+        self._tally.count_answered()
         found = await self._damage.judge(session, peer.name, grant_id(body.lease), body.chunks)
         if found.damaged or not found.whole:
             self._tally.mismatched(session, body.lease, found.damaged)
@@ -341,8 +343,8 @@ class CacheService:
         await self._pool.grow_for(session.namespace.table_id, keys, session.namespace.bytes_of_groups(groups))
         store = self._names.digest(body.store)
 
-        def ask() -> Granted | None:
-            self._tally.catch_up()
+        def ask(slice_: int) -> Granted | None:
+            self._tally.count_answered()
             # Checked again after a wait, because other calls may have been granted something meanwhile.
             if not self._sessions.may_grant(session, store):
                 return None
@@ -351,12 +353,13 @@ class CacheService:
                 session.table_id, member.table_id, store, parent, keys,
                 groups=sum(1 << group for group in groups), temporary=temporary,
                 deadline_ms=round(body.deadline_s * 1000), now_ms=self._clock.now_ms(),
+                most_evicted=SLICE_EVICTED << slice_, goes_on=slice_ > 0,
             )
 
-        granted = ask()
+        granted = await _in_slices(ask)
         # Free memory may be in slots of another size; a call that was granted nothing has changed nothing.
         while granted and not granted.grant and granted.limited == "no_space" and await self._pool.grow_once():
-            granted = ask()
+            granted = await _in_slices(ask)
         if granted is None:
             return ReserveReply(
                 refused_releases=refused, reservation=None, deadline_s=body.deadline_s, present=[], busy=[],
@@ -370,6 +373,8 @@ class CacheService:
                 session.namespace, granted.grant, _granted_keys(granted, keys), body.tier
             )
         self._tally.reservation(session, body, keys, granted, started_ns)
+        if granted.chunk_count > SLICE_NAMES:
+            await next_slice()  # to write a long answer takes as long as a call
         return ReserveReply(
             refused_releases=refused,
             reservation=grant_text(granted.grant) if granted.grant else None,
@@ -385,7 +390,7 @@ class CacheService:
         refused = await self._release_carried(session, body)
         grant = grant_id(reservation)
         parts = committed_parts(body.parts)
-        self._tally.catch_up()
+        self._tally.count_answered()
         ready, remaining = self._table.commit(session.table_id, grant, body.rank, parts, self._clock.now_ms())
         self._tally.committed(session, grant, ready, is_whole=not remaining)
         if self._mover_client.is_mover(session):
@@ -400,7 +405,7 @@ class CacheService:
         grant, left = grant_id(reservation), [(part.index, part.group) for part in body.parts]
         slots: list[s.RawSlot] = []
         while True:
-            self._tally.catch_up()
+            self._tally.count_answered()
             found, limited = self._table.make_raw(session.table_id, grant, body.rank, left, self._clock.now_ms())
             slots += [s.RawSlot(*slot) for slot in found]
             left = left[len(found) :]
@@ -412,7 +417,7 @@ class CacheService:
         if body.ranks is None:
             self._cancel(session, session.member(body.member), reservation)
             return s.ReleaseAnswer(remaining=[])
-        self._tally.catch_up()
+        self._tally.count_answered()
         remaining = self._table.abort(session.table_id, grant_id(reservation), body.ranks)
         self._tally.aborted(session, grant_id(reservation), body.ranks, is_over=not remaining)
         if self._mover_client.is_mover(session):
@@ -489,7 +494,7 @@ class CacheService:
 
     def _release(self, session: SessionRecord, lease: str, ranks: Sequence[int]) -> list[int]:
         grant = grant_id(lease)
-        self._tally.catch_up()  # a temporary chunk leaves the pool with its last reader
+        self._tally.count_answered()  # a temporary chunk leaves the pool with its last reader
         remaining = self._table.release(session.table_id, grant, ranks)
         if not remaining:
             self._tally.loaded(session, grant)
@@ -519,6 +524,16 @@ def _require_one_hint(body: Hint) -> None:
         )
     if body.priority > 0 and body.duration_s is None:
         raise ApiError("invalid_body", "chunks are retained for some time", found="$.priority", wanted="$.duration_s")
+
+
+async def _in_slices(ask: Callable[[int], Granted | None]) -> Granted | None:
+    """What `ask` is granted, given the number of each slice, once the chunks that are in its way are evicted. Each
+    slice evicts twice as many as the one before it, so the last one comes even if others take what becomes free."""
+    slice_ = 0
+    while (granted := ask(slice_)) is not None and granted.has_more:
+        await next_slice()
+        slice_ += 1
+    return granted
 
 
 def _granted_keys(granted: Granted, keys: bytes) -> list[bytes]:

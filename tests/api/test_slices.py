@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 from api_helpers import PATIENCE_S, keys, manifest
-from app_rig import CHAIN, OWN, Rig, ask, opened, store
+from app_rig import CHAIN, OWN, Rig, ask, commit, opened, store
 from turns import turns_of
 
 from kvdock.api import server, turns as slices_of_time
@@ -26,11 +27,11 @@ from kvdock.api.record.curve import Curves
 from kvdock.api.record.hits import MOST_ANSWERS, MOST_RUNS, Whose
 from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.api.server import YOUNG_S, collect_garbage
-from kvdock.api.service import SLICE_RELEASES
+from kvdock.api.service import SLICE_EVICTED, SLICE_RELEASES
 from kvdock.api.turns import SLICE_WORK
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import Quota
-from kvdock.protocol.forms import JSON
+from kvdock.protocol.forms import JSON, Codec, Form, RawBody
 from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.reports import RequestView
 from kvdock.protocol.wire_types import MAX_KEYS, MAX_STORE_KEYS
@@ -133,6 +134,55 @@ def test_calls_that_release_much_have_one_slice_in_each_turn_all_together(rig: R
 
     ended, most = most_in_a_turn(release, leases(rig))
     assert ended == 1000 and most <= 2 * SLICE_RELEASES, "a call's first slice comes with the call itself"
+
+
+def test_a_store_makes_room_in_slices_and_is_answered_in_another_turn(rig: Rig) -> None:
+    def count(name: str) -> int:
+        return rig.pool.table.stats()[name]
+
+    async def stored(name: str) -> bool:
+        """Whether others had a turn between the grant and the answer."""
+        before, has_waited = count("reservations"), False
+        task = asyncio.create_task(store(rig.parts, rig.session, name, keys(MAX_STORE_KEYS, name)))
+        while not task.done():
+            await asyncio.sleep(0)
+            has_waited = has_waited or (count("reservations") > before and not task.done())
+        await commit(rig.parts, rig.session, await task)
+        return has_waited
+
+    for number in itertools.count():
+        assert asyncio.run(stored(f"fills {number}"))
+        if count("evicted_chunks"):
+            break
+    evicted, most = most_in_a_turn(partial(stored, "more"), lambda: -count("evicted_chunks"))
+    assert evicted == MAX_STORE_KEYS and most <= 4 * SLICE_EVICTED
+
+
+def test_a_long_body_of_people_is_decoded_in_a_turn_of_its_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so is one that is refused when it is decoded."""
+    turn, decoded, answered = 0, list[int](), list[int]()
+    plain = Codec.decode
+
+    def decode(self: Codec[Any], raw: RawBody, form: Form) -> Any:
+        decoded.append(turn)
+        return plain(self, raw, form)
+
+    monkeypatch.setattr(Codec, "decode", decode)
+
+    async def story(body: bytes) -> int:
+        nonlocal turn
+        task = asyncio.create_task(ask(rig.app, "PATCH", "/v1/config", body))
+        while not task.done():
+            await asyncio.sleep(0)
+            turn += 1
+        answered.append(turn)
+        return task.result()[0]
+
+    quotas = b",".join(b'"tenant-%d":{"bytes":%d}' % (number, 1 << 30) for number in range(1000))
+    assert asyncio.run(story(b'{"quotas":{%b}}' % quotas)) < 500
+    assert asyncio.run(story(b'{"quotas":{%b},"eviction":7}' % quotas)) == 422
+    # The answer itself is sent in one turn, and the task is seen to be done in the next one.
+    assert [after - before for before, after in zip(decoded, answered, strict=True)] == [3, 3]
 
 
 def test_each_step_of_the_keeper_has_a_turn_of_its_own(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

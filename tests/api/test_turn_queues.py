@@ -128,7 +128,7 @@ def test_what_long_lookups_count_has_a_turn_for_each() -> None:
                 counted.append(turn.now)
 
             for _ in range(times):
-                tally._later(note)
+                tally._later.count(note)
             while len(counted) < times:
                 await asyncio.sleep(0)
         return counted

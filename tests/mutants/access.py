@@ -81,13 +81,13 @@ MUTANTS = (
     ),
     Mutant(
         "S14", "a URL may have any length", "kvdock/api/http/connection.py",
-        "        if self._stage is Stage.HEAD and len(self.url) > limits.url_bytes:\n", "        if False:\n",
+        "        if arriving.stage is Stage.HEAD and len(self.url) > limits.url_bytes:\n", "        if False:\n",
         ("tests/api/test_connections.py", "-k", "beyond_a_limit"),
         "test_a_request_beyond_a_limit_is_a_problem_and_ends_the_connection",
     ),
     Mutant(
         "S15", "a request that began may take for ever", "kvdock/api/http/connection.py",
-        "            self._wait(self.limits.body_s if self._stage is Stage.BODY else self.limits.header_s)\n",
+        "            self._wait(self.limits.body_s if arriving.stage is Stage.BODY else self.limits.header_s)\n",
         "            pass\n",
         ("tests/api/test_connections.py", "-k", "too_slow"), "test_a_request_that_does_not_end_is_too_slow",
     ),

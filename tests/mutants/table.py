@@ -102,7 +102,7 @@ MUTANTS = (
     ),
     Mutant(
         "C20", "a tenant may have one chunk more than its quota", "csrc/table/tenants.cpp",
-        "t.usage.chunks + 1 <= quota(t).chunks", "t.usage.chunks <= quota(t).chunks",
+        "t.usage.chunks + chunks <= quota(t).chunks", "t.usage.chunks + chunks <= quota(t).chunks + 1",
         MODEL, MODEL_TEST,
     ),
     Mutant(

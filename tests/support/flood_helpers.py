@@ -21,6 +21,7 @@ from kvdock.api.build import Parts, build, create_app
 from kvdock.api.clock import Clocks
 from kvdock.api.http.connection import connection_class
 from kvdock.api.http.limits import ConnectionLimits
+from kvdock.api.http.pace import Pace
 from kvdock.api.pool.pool import open_pool
 from kvdock.api.server import bind_tcp, bind_unix, uvicorn_config
 from kvdock.api.settings import Settings
@@ -107,7 +108,7 @@ class Quick(NamedTuple):
 
 
 @contextmanager
-def quick_server(folder: str, **limits: Any) -> Iterator[Quick]:
+def quick_server(folder: str, pace: Pace | None = None, **limits: Any) -> Iterator[Quick]:
     """The real application and connections in a thread, with other limits than the server's own."""
     path = str(access_file(Path(folder)))
     settings = Settings.load(small_pool(socket_path=f"{folder}/quick.sock", access_file=path))
@@ -117,7 +118,7 @@ def quick_server(folder: str, **limits: Any) -> Iterator[Quick]:
         with bind_tcp("127.0.0.1", 0) as tcp, bind_unix(settings.socket_path) as unix:
             parts = build(settings, pool, AccessFile(path), Clocks())
             app = create_app(settings, parts)
-            config = uvicorn_config(app, connection_class(replace(LIMITS, **limits), parts.meter))
+            config = uvicorn_config(app, connection_class(replace(LIMITS, **limits), parts.meter, pace))
             server = uvicorn.Server(config)
             port = tcp.getsockname()[1]
             thread = threading.Thread(target=loop.run_until_complete, args=(server.serve([tcp, unix]),))

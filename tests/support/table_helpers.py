@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from kvdock._core import Lookup, Mapping, Reservation, Table
 
@@ -60,11 +61,11 @@ class Client:
         self.session = self.table.open_session(key("session", self.name)[:16], self.space, 0)
         self.member = self.table.add_member(self.session, key("member", self.name)[:16], [0], True, 0)
 
-    def reserve(self, keys: list[bytes], parent: bytes = b"", now: int = 0) -> Reservation:
+    def reserve(self, keys: list[bytes], parent: bytes = b"", now: int = 0, **more: Any) -> Reservation:
         self.stores += 1
         return self.table.reserve(
             self.session, self.member, key("store", self.name, self.stores)[:16], parent, b"".join(keys),
-            groups=0, temporary=False, deadline_ms=60_000, now_ms=now,
+            groups=0, temporary=False, deadline_ms=60_000, now_ms=now, **more,
         )
 
     def store(self, keys: list[bytes], parent: bytes = b"") -> int:

@@ -4,11 +4,12 @@ one call has ended, not how long it took."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 from table_helpers import PAGE, Client, chain, key, new_table
 
-from kvdock._core import Table, TableError
+from kvdock._core import Reservation, Table, TableError
 
 pytestmark = pytest.mark.security
 
@@ -172,3 +173,79 @@ def test_reservations_of_before_a_clear_are_closed_in_slices() -> None:
         table.check_integrity()
     assert sum(closed) == 160 and max(closed) <= 20
     assert table.close_cleared(0) == -1 and table.stats()["reserved_chunks"] == len(kept.chunks) == 4
+
+
+OLD = [one for number in range(CHUNKS // 8) for one in chain(("old", number), 8)]
+"""In chains of 8."""
+NEW = chain("new", 200)
+
+
+def full(records: int = 4096) -> Client:
+    """Memory for CHUNKS chunks, and so many records, all taken or nearly so."""
+    engine = Client(new_table(CHUNKS * PAGE, records=records), PAGE)
+    for at in range(0, len(OLD), 8):
+        assert engine.store(OLD[at : at + 8]) == 8
+    return engine
+
+
+def reserved_in_slices(engine: Client, keys: list[bytes], most: int) -> tuple[Reservation, list[int]]:
+    """What is granted in the end, and how many chunks each slice has evicted."""
+    evicted = [engine.table.stats()["evicted_chunks"]]
+    while (found := engine.reserve(keys, most_evicted=most, goes_on=len(evicted) > 1)).has_more:
+        assert not found.grant and not found.chunk_count
+        evicted.append(engine.table.stats()["evicted_chunks"])
+    return found, [after - before for before, after in pairwise(evicted)]
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "selective", "lru"])
+def test_a_store_evicts_in_slices_what_it_would_evict_at_once(policy: str) -> None:
+    at_once, in_slices = full(), full()
+    for engine in (at_once, in_slices):
+        engine.table.set_eviction(policy)
+    assert at_once.reserve(NEW).chunk_count == len(NEW)
+    found, slices = reserved_in_slices(in_slices, NEW, 64)
+    assert found.chunk_count == len(NEW) and slices == [64, 64, 64]
+    assert in_slices.table.stats()["evicted_chunks"] == at_once.table.stats()["evicted_chunks"] == len(NEW)
+    assert [in_slices.has(one) for one in OLD] == [at_once.has(one) for one in OLD]
+    in_slices.table.check_integrity()
+
+
+def test_a_store_evicts_in_slices_for_records_and_quotas_too() -> None:
+    engine = full(records=512)
+    assert engine.table.free_bytes() == 0 or engine.table.stats()["evicted_chunks"]
+    found, slices = reserved_in_slices(engine, NEW, 50)
+    assert found.chunk_count == len(NEW) and set(slices) == {50}
+    for quota in ({"bytes": CHUNKS // 2 * PAGE, "chunks": None}, {"bytes": None, "chunks": CHUNKS // 2}):
+        tenant = key("tenant")[:16]
+        mine = Client(new_table(CHUNKS * PAGE), PAGE, tenant=tenant)
+        mine.table.set_quota(tenant, **quota)
+        for at in range(0, CHUNKS // 2, 8):
+            assert mine.store(OLD[at : at + 8]) == 8
+        found, slices = reserved_in_slices(mine, NEW, 64)
+        assert found.chunk_count == len(NEW) and slices == [64, 64, 64]
+        mine.table.check_integrity()
+
+
+def test_what_a_store_names_and_what_comes_before_it_is_not_evicted_for_it() -> None:
+    engine = full()
+    prompt = [*OLD[:8], *NEW]
+    found, slices = reserved_in_slices(engine, prompt, 64)
+    assert found.present == list(range(8)) and found.chunk_count == len(NEW) and slices == [64, 64, 64]
+    assert all(engine.has(one) for one in OLD[:8])
+
+
+def test_a_store_that_was_not_declined_at_first_is_not_declined_midway() -> None:
+    """What is left becomes worth more, the more of the rest is evicted."""
+    engine = Client(new_table(64 * PAGE), PAGE)
+    engine.table.set_eviction("selective")
+    for number in range(400):
+        keys = chain(("often", number % 4), 16) if number % 41 else chain("seldom", 16)
+        hit = engine.lookup(keys, number).hit_tokens // 16
+        if hit < len(keys):
+            engine.store(keys[hit:], keys[hit - 1] if hit else b"")
+        for view in engine.table.grants() if hit else ():
+            engine.table.release(engine.session, view.grant, [0])
+    seldom = chain("seldom", 16)
+    refused = engine.reserve(seldom, most_evicted=4)
+    assert refused.limited == "no_space" and not refused.has_more
+    assert engine.reserve(seldom, most_evicted=4, goes_on=True).has_more

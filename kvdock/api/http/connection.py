@@ -26,7 +26,8 @@ from kvdock.api.access.peer import Peer, peer_of
 from kvdock.api.errors import StartupError
 from kvdock.api.http.engine_calls import find
 from kvdock.api.http.limits import ConnectionLimits
-from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS
+from kvdock.api.http.pace import Pace
+from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS, REFUSAL
 from kvdock.api.record.timings import Meter
 from kvdock.api.turns import ENDS_OF_TURN, ENGINE_READS_OF_TURN, LONG_READ_BYTES, SHORT_READ_BYTES, ReadTurns
 from kvdock.protocol.errors import ApiError, problem_of
@@ -46,6 +47,30 @@ class Stage(enum.Enum):
     """Nothing has arrived on this connection."""
     HEAD = enum.auto()
     BODY = enum.auto()
+
+
+class Arrival:
+    """The request that is arriving now: how far it has come, and what of it."""
+
+    __slots__ = ("body_bytes", "pieces", "quiet_bytes", "stage")
+
+    def __init__(self) -> None:
+        self.stage = Stage.NEW
+        self.quiet_bytes = 0
+        """Received since the parser last came to the end of a header, a piece of a body or a request."""
+        self.pieces = self.body_bytes = 0
+
+    def begin(self) -> None:
+        self.stage = Stage.HEAD
+        self.pieces = self.body_bytes = 0
+
+    def come_to(self, stage: Stage) -> None:
+        self.stage, self.quiet_bytes = stage, 0
+
+    def add_piece(self, of_body: bytes) -> None:
+        self.quiet_bytes = 0
+        self.pieces += 1
+        self.body_bytes += len(of_body)
 
 
 class ConnectionCount:
@@ -104,12 +129,13 @@ class Connection(HttpToolsProtocol):
     meter: ClassVar[Meter]
     counts: ClassVar[Counts]
     turns: ClassVar[Turns]
+    pace: ClassVar[Pace]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._counted: ConnectionCount | None = None
         self.address = ""
-        self._stage = Stage.NEW
+        self._arriving = Arrival()
         self._refusal: ApiError | None = None
         self._running: RequestResponseCycle | None = None
         """The call that is being answered; `cycle` is the newest of those that have arrived."""
@@ -117,9 +143,6 @@ class Connection(HttpToolsProtocol):
         self._unread: asyncio.TimerHandle | None = None
         self._waiting = b""
         """What was read and waits for its turn."""
-        self._quiet_bytes = self._pieces = self._body_bytes = 0
-        """`_quiet_bytes`: received since the parser last came to the end of a header, a piece of a body or a
-        request."""
 
     # ---------------------------------------------------------------- the connection
 
@@ -169,7 +192,7 @@ class Connection(HttpToolsProtocol):
     @property
     def waits(self) -> bool:
         """Whether it waits for its client: for a request, or until answers are read."""
-        return self._is_idle() or self._stage in (Stage.HEAD, Stage.BODY) or self.flow.write_paused
+        return self._is_idle() or self._arriving.stage in (Stage.HEAD, Stage.BODY) or self.flow.write_paused
 
     def give_way(self) -> None:
         """Ends, because another connection needs the room."""
@@ -239,15 +262,24 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Handles what was read when it is its turn. Until then no more is read of the connection: it could send
         megabytes in one turn of the event loop, even if all of it is dropped."""
-        reads = self._turns_of(len(data))
-        if not self._waiting and reads.take(len(data)):
+        reads, is_next = self._turns_of(len(data)), not self._waiting
+        wait_s = self.pace.wait_s(self.who, len(data), self.loop.time()) if is_next and self._was_refused() else 0.0
+        if is_next and not wait_s and reads.take(len(data)):
             self._handle(data)
             return
         self._unset_keepalive_if_required()
         self.transport.pause_reading()  # each time: uvicorn reads on when the call has taken what was there
         self._waiting += data
-        if len(self._waiting) == len(data):
-            reads.wait(self.who, self._go_on, len(data))
+        if is_next:
+            wait = partial(reads.wait, self.who, self._go_on, len(data))
+            if wait_s:
+                self.loop.call_later(wait_s, wait)
+            else:
+                wait()
+
+    def _was_refused(self) -> bool:
+        """Whether the call that is being answered, or the last one that was, is refused."""
+        return self._running is not None and REFUSAL in self._running.scope["state"]
 
     def _turns_of(self, read_bytes: int) -> ReadTurns:
         """Engines do not wait for people, but for the bodies of which a turn has one, whoever sends them."""
@@ -276,7 +308,8 @@ class Connection(HttpToolsProtocol):
             return
         self._is_heard()
         self._unset_keepalive_if_required()
-        self._quiet_bytes += len(data)
+        arriving = self._arriving
+        arriving.quiet_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -292,17 +325,16 @@ class Connection(HttpToolsProtocol):
                 "malformed_request", f"the request cannot be parsed: {what}", wanted="HTTP/1.1"
             ))
             return
-        if (self._quiet_bytes or self._stage is Stage.HEAD) and (refusal := self._unended()):
+        if (arriving.quiet_bytes or arriving.stage is Stage.HEAD) and (refusal := self._unended()):
             self._refuse(refusal)
-        elif self._timer is None and (self._stage is not Stage.NONE or self._is_idle()):
-            self._wait(self.limits.body_s if self._stage is Stage.BODY else self.limits.header_s)
+        elif self._timer is None and (arriving.stage is not Stage.NONE or self._is_idle()):
+            self._wait(self.limits.body_s if arriving.stage is Stage.BODY else self.limits.header_s)
 
     # ---------------------------------------------------------------- what the parser finds
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._stage = Stage.HEAD
-        self._pieces = self._body_bytes = 0
+        self._arriving.begin()
         self._stop_waiting()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -326,8 +358,7 @@ class Connection(HttpToolsProtocol):
             self._settle_host()
         super().on_headers_complete()
         self.headers = [*self.headers]  # a copy: trailers are added to it and counted, but the call does not see them
-        self._stage = Stage.BODY
-        self._quiet_bytes = 0
+        self._arriving.come_to(Stage.BODY)
         self._stop_waiting()
 
     def _settle_host(self) -> None:
@@ -342,20 +373,18 @@ class Connection(HttpToolsProtocol):
             self.headers[self.headers.index(hosts[0])] = (b"host", b"[%b]" % host if b":" in host else host)
 
     def on_body(self, body: bytes) -> None:
-        self._quiet_bytes = 0
-        self._pieces += 1
-        self._body_bytes += len(body)
-        at_most = self.limits.body_pieces + self._body_bytes // 1024
-        if self._pieces > at_most:
+        arriving = self._arriving
+        arriving.add_piece(body)
+        at_most = self.limits.body_pieces + arriving.body_bytes // 1024
+        if arriving.pieces > at_most:
             self._stop(ApiError(
-                "malformed_request", "the body arrives in too many pieces", found=self._pieces, wanted=at_most
+                "malformed_request", "the body arrives in too many pieces", found=arriving.pieces, wanted=at_most
             ))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._stage = Stage.NONE
-        self._quiet_bytes = 0
+        self._arriving.come_to(Stage.NONE)
         self._stop_waiting()
 
     # ---------------------------------------------------------------- answers
@@ -377,12 +406,12 @@ class Connection(HttpToolsProtocol):
 
     def _unended(self) -> ApiError | None:
         """The refusal of a request that has arrived only in part; None: there is no reason for a refusal yet."""
-        limits = self.limits
-        if self._stage is Stage.HEAD and len(self.url) > limits.url_bytes:
+        limits, arriving = self.limits, self._arriving
+        if arriving.stage is Stage.HEAD and len(self.url) > limits.url_bytes:
             return self._too_long_url()
-        in_headers = self._header_bytes() if self._stage is Stage.HEAD else 0
-        if in_headers > limits.header_bytes or self._quiet_bytes > limits.url_bytes + limits.header_bytes:
-            return self._too_large_header("bytes", max(in_headers, self._quiet_bytes), limits.header_bytes)
+        in_headers = self._header_bytes() if arriving.stage is Stage.HEAD else 0
+        if in_headers > limits.header_bytes or arriving.quiet_bytes > limits.url_bytes + limits.header_bytes:
+            return self._too_large_header("bytes", max(in_headers, arriving.quiet_bytes), limits.header_bytes)
         return None
 
     def _header_bytes(self) -> int:
@@ -409,7 +438,7 @@ class Connection(HttpToolsProtocol):
             return
         cycle = self.cycle
         is_answering = cycle is not None and not cycle.response_complete
-        if is_answering and self._stage is not Stage.BODY:
+        if is_answering and self._arriving.stage is not Stage.BODY:
             cycle.keep_alive = False  # its request and those before it are whole: they are answered first
             return
         if self.pipeline or (is_answering and cycle.response_started):
@@ -434,10 +463,10 @@ class Connection(HttpToolsProtocol):
 
     def _too_late(self) -> None:
         self._timer = None
-        if self._stage in (Stage.NEW, Stage.NONE):
+        if self._arriving.stage in (Stage.NEW, Stage.NONE):
             self.transport.close()
             return
-        in_body = self._stage is Stage.BODY
+        in_body = self._arriving.stage is Stage.BODY
         self._refuse(ApiError(
             "too_slow", f"the {'body' if in_body else 'header'} did not arrive in time",
             wanted=f"{self.limits.body_s if in_body else self.limits.header_s:g} s",
@@ -462,6 +491,8 @@ class Connection(HttpToolsProtocol):
             self._unread = self.loop.call_later(self.limits.unread_s, self.transport.abort)
 
     def on_response_complete(self) -> None:
+        if self._was_refused():
+            self.pace.refused(self.who, self.loop.time())
         self._is_heard()
         super().on_response_complete()
         if self.transport.is_closing():
@@ -499,10 +530,10 @@ def check_uvicorn(version: str, protocol: type = HttpToolsProtocol) -> None:
         log.warning("found uvicorn %s, and kvdock was tried with %s to %s: watch for errors", version, first, last)
 
 
-def connection_class(limits: ConnectionLimits, meter: Meter) -> type[Connection]:
+def connection_class(limits: ConnectionLimits, meter: Meter, pace: Pace | None = None) -> type[Connection]:
     """For uvicorn.Config(http=…): the connections of one server."""
     shared = {
-        "limits": limits, "meter": meter,
+        "limits": limits, "meter": meter, "pace": pace or Pace(),
         "turns": Turns(
             ReadTurns(),
             engine_reads=ReadTurns(ENGINE_READS_OF_TURN, calls_waiting=math.inf),

@@ -22,7 +22,7 @@ from kvdock.api.http.engine_calls import Encoded, EngineCall, Incoming, find
 from kvdock.api.http.guard import Checks
 from kvdock.api.http.handlers import Handlers
 from kvdock.api.http.limits import BodyCapacity
-from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS, refusal
+from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS, REFUSAL, refusal
 from kvdock.api.record.timings import Meter
 from kvdock.api.turns import next_call
 from kvdock.protocol.errors import ApiError, problem_of
@@ -65,12 +65,12 @@ class Dispatch:
         except (ApiError, TableError) as error:
             if isinstance(error, ApiError):
                 log_refusal(scope["state"]["peer"], scope["method"], engine_call.call.path, error)
-            await self._refuse(refusal(error, scope["path"]), engine_call, send, is_unix)
+            await self._refuse(scope, refusal(error, scope["path"]), engine_call, send)
         except ClientDisconnect:
             return
         except Exception:  # the client gets its 500 first; then the traceback goes to the log
             problem = problem_of("internal", "unexpected failure; see the server's log", path=scope["path"])
-            await self._refuse(problem, engine_call, send, is_unix)
+            await self._refuse(scope, problem, engine_call, send)
             raise
         else:
             traceparent = answer.traceparent
@@ -98,9 +98,10 @@ class Dispatch:
             self._unix_capacity if peer.is_unix else self._tcp_capacity, self._body_limit_bytes,
         )
 
-    async def _refuse(self, problem: Problem, engine_call: EngineCall, send: Send, is_unix: bool) -> None:
+    async def _refuse(self, scope: Scope, problem: Problem, engine_call: EngineCall, send: Send) -> None:
+        scope["state"][REFUSAL] = problem
         self._meter.refuse(problem.code, problem.detail, f"{engine_call.call.method} {engine_call.call.path}")
-        await _send(send, problem.status, Encoded(JSON.encode(problem), PROBLEM), is_unix)
+        await _send(send, problem.status, Encoded(JSON.encode(problem), PROBLEM), scope["state"]["peer"].is_unix)
 
 
 def _whole(answer: Encoded) -> bytes:

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from kvdock._core import TableError
 from kvdock.api.http.limits import BodyCapacity, BodyShare
 from kvdock.api.log import shown
-from kvdock.api.turns import SHORT_READ_BYTES, next_call
+from kvdock.api.turns import SHORT_READ_BYTES, next_call, next_slice
 from kvdock.protocol.errors import CODES, ApiError, problem_of
 from kvdock.protocol.forms import JSON, Codec, RawBody, form_of_body
 from kvdock.protocol.reports import Problem
@@ -62,9 +62,13 @@ async def read_body(request: Request, codec: Codec[B]) -> B:
     if form_of_body(media_type) is not JSON:
         raise ApiError("unsupported_media_type", "send JSON", found=media_type, wanted=JSON.media_type)
     body = await read_limited(request)
-    if len(body) > SHORT_READ_BYTES:
-        await next_call()  # bodies that end in one turn of the event loop are decoded in several
-    return codec.decode(body, JSON)
+    if len(body) <= SHORT_READ_BYTES:
+        return codec.decode(body, JSON)
+    await next_call()  # bodies that end in one turn of the event loop are decoded in several
+    try:
+        return codec.decode(body, JSON)
+    finally:
+        await next_slice()  # what follows has a turn of its own, be it a refusal
 
 
 async def read_limited(request: Request) -> RawBody:

@@ -146,6 +146,11 @@ class Curves:
         number = self._number(namespace)
         self._simulated.stored(number, keys)
 
+    def go_on(self) -> bool:
+        """Shows what was last looked up or stored to one more simulated pool; whoever reads shows it to all of them.
+        Returns whether there are more."""
+        return self._simulated.go_on()
+
     def _follow_limits(self) -> None:
         steps, rest_s = divmod(self._now_s() - self._aged_s, AGE_S)
         if steps:

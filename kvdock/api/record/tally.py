@@ -1,16 +1,14 @@
 """Counts what calls did, and publishes it in the journal: a repeated call adds nothing.
 
 A lookup is answered in a tenth of a millisecond, and its caller does not wait for the counting: that is done once the
-answer has left, and in any case before the next call changes the table (`catch_up`).
+answer has left, and in any case before the next call changes the table (`count_answered`). The curve's simulated pools
+do not depend on the table: no call waits for them but those that read the curve (`catch_up`).
 
 The tally remembers a bounded number of requests and grants. A repeat of one that it has forgotten is counted again.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,10 +25,10 @@ from kvdock.api.record.curve import Curves
 from kvdock.api.record.hits import Answered, Answers, HitRecord, Whose, divided
 from kvdock.api.record.journal import Journal
 from kvdock.api.record.labels import Labels
+from kvdock.api.record.later import Later
 from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.api.record.troubles import Troubles
 from kvdock.api.settings import Settings
-from kvdock.api.turns import SLICE_S
 from kvdock.protocol import events as e
 from kvdock.protocol.hits import COMPUTED
 from kvdock.protocol.outcomes import Outcome, OutcomeView, view_of
@@ -110,11 +108,11 @@ class Tally:
         """(session, request, epoch) → number of chunks already counted as leased."""
         self._stores: Recent[int, _Open] = Recent(keep)
         self._leases: Recent[int, _Open] = Recent(keep)
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._later = Later(learned.curves.go_on if learned.curves is not None else lambda: False)
 
     def totals(self) -> Counters:
         """The counters, with those that the table keeps brought up to date."""
-        self.catch_up()
+        self.count_answered()
         stats = self._table.stats()
         for name in TABLE_COUNTERS:
             setattr(self.counters, name, stats.get(name, 0) - getattr(self._apart, name))
@@ -141,30 +139,17 @@ class Tally:
         self, session: SessionRecord, body: Lookup, request: bytes, keys: bytes, found: Found, started_ns: int
     ) -> None:
         """A lookup has its answer. It is counted a moment later."""
-        self._later(partial(
+        self._later.count(partial(
             self._count, _Lookup(session, body, request, keys, found, started_ns, self.now_ns(), self._wall_s())
         ))
 
-    def _later(self, count: Callable[[], None]) -> None:
-        """Calls it in a later turn of the event loop. What counts thousands of keys takes a millisecond, and then has
-        a turn of its own."""
-        if not self._waiting:
-            asyncio.get_running_loop().call_soon(self._count_slice)
-        self._waiting.append(count)
-
-    def _count_slice(self) -> None:
-        began_s = time.thread_time()
-        try:
-            while self._waiting and time.thread_time() - began_s < SLICE_S:
-                self._waiting.popleft()()
-        finally:  # what failed must not keep the rest waiting
-            if self._waiting:
-                asyncio.get_running_loop().call_soon(self._count_slice)
+    def count_answered(self) -> None:
+        """Counts the lookups that were answered. To be called before a call changes the table or reads a count."""
+        self._later.count_answered()
 
     def catch_up(self) -> None:
-        """Counts what waits for it. To be called before a call changes the table or reads a count."""
-        while self._waiting:
-            self._waiting.popleft()()
+        """Counts all that waits for it. To be called before the curves are read."""
+        self._later.catch_up()
 
     def _count(self, one: _Lookup) -> None:
         session, found, manifest = one.session, one.found, one.session.namespace.manifest
@@ -222,7 +207,7 @@ class Tally:
         for sums in session.all_sums:
             sums.lookups, sums.lookup_tokens = sums.lookups + 1, sums.lookup_tokens + tokens
         if (curves := self._curves_of(session)) is not None:
-            self._later(partial(curves.looked_up, session.namespace, keys, found.hit_tokens))
+            self._later.simulate(partial(curves.looked_up, session.namespace, keys, found.hit_tokens))
 
     def _break_of(self, space: NamespaceRecord, keys: bytes, answer: Answered, beginnings: str) -> Break | None:
         """Where the prefix that a lookup found ends, and why; None: it found all that it asked for."""
@@ -268,7 +253,7 @@ class Tally:
 
     def loaded(self, session: SessionRecord, lease: int) -> None:
         """All readers have released the lease."""
-        self.catch_up()
+        self.count_answered()
         known = self._leases.get(lease)
         if known is None or known.has_ended:
             return
@@ -287,7 +272,7 @@ class Tally:
 
     def cancelled(self, session: SessionRecord, grant: int) -> None:
         """The member that had asked for a lease or reservation has given it back."""
-        self.catch_up()
+        self.count_answered()
         lease = self._leases.get(grant)
         known = lease or self._stores.get(grant)
         if known is None or known.has_ended:
@@ -302,7 +287,7 @@ class Tally:
     def reservation(
         self, session: SessionRecord, body: Reserve, keys: bytes, granted: Granted, started_ns: int
     ) -> None:
-        self.catch_up()
+        self.count_answered()
         if granted.grant in self._stores:
             return
         counters = self._counters_of(session)
@@ -319,7 +304,7 @@ class Tally:
         if body.beginnings and not session.is_bench:
             self.learned.beginnings.stored(body.beginnings, session.namespace, keys, body.chunks_before)
         if (curves := self._curves_of(session)) is not None and not body.temporary:
-            self._later(partial(curves.stored, session.namespace, keys))
+            self._later.simulate(partial(curves.stored, session.namespace, keys))
         chunk_tokens = session.namespace.manifest.chunk_tokens
         tokens, present_tokens = len(keys) // KEY_BYTES * chunk_tokens, len(granted.present) * chunk_tokens
         row = RequestView(
@@ -444,7 +429,7 @@ class Tally:
 
     def outcomes(self, session: SessionRecord, member: MemberRecord, body: Heartbeat) -> None:
         """An engine has reported requests that have ended."""
-        self.catch_up()
+        self.count_answered()
         counters = self._counters_of(session)
         counters.dropped_outcomes += body.outcomes_dropped
         for outcome in body.outcomes:

@@ -45,6 +45,9 @@ class Handle:
             for found, part in zip(self._found(), self._parts, strict=True)
         ]
 
+    def wrong(self) -> list[int]:
+        return [at for at, result in enumerate(self.result()) if not result.ok]
+
     def verified(self, timeout_s: float | None) -> list[PartResult] | None:
         return self.result() if self.wait(timeout_s) else None
 

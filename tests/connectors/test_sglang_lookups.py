@@ -527,7 +527,7 @@ def test_a_load_is_submitted_later_if_its_pages_are_not_known_soon_and_so_are_th
         submitted.append(threading.current_thread().name)
         return submit_load(attachment, plan, *more)
 
-    engine.worker.submit_load = noted  # type: ignore[method-assign]  # of this worker alone
+    engine.worker.submit_load = noted  # type: ignore[method-assign,assignment]  # of this worker alone
     begun_load(engine, "late", 8)
     late = engine.loads.start(Ready(lambda: False, may_begin.wait))
     begun_load(engine, "next", 10)

@@ -151,9 +151,6 @@ class Loads:
         self.counter = LayerCounter(count, self._wait_for_layer, any(group.has_slots for group in groups))
         self.verdicts = Verdicts(ranks)
         self._loading, self._settling = Background("kvdock-load"), Background("kvdock-settle")
-        self._later: Future[None] = Future()
-        """The last batch that another thread has submitted."""
-        self._later.set_result(None)
         self._queued: dict[str, QueuedLoad] = {}
         self._batches: dict[int, _Batch] = {}
         self._started = -1
@@ -179,7 +176,7 @@ class Loads:
         """Starts the queued loads. Returns the number of the batch; -1: nothing is queued."""
         if not self._queued:
             return -1
-        submits_now = self._later.done() and ready.comes_soon(self._clock)
+        submits_now = all(one.submitted.done() for one in self._batches.values()) and ready.comes_soon(self._clock)
         self._started += 1
         loads, now = tuple(self._queued.values()), self._weights
         is_outdated = not now.may_share or any(load.epoch != now.epoch for load in loads)
@@ -190,7 +187,7 @@ class Loads:
         if submits_now:
             self._submit(batch, ready)
         else:
-            self._later = self._loading.run(self._submit, batch, ready)
+            self._loading.run(self._submit, batch, ready)
         return self._started
 
     def finish(self, index: int) -> bool:

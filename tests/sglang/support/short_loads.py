@@ -1,6 +1,6 @@
 """What a short load costs SGLang's scheduler thread and the interpreter that it shares with kvdock's threads.
 
-    PYTHONPATH=on_cpu:ROOT:ROOT/tests/support python short_loads.py --model FOLDER --address unix:/… [--pages 32] [--loads 100]
+    PYTHONPATH=on_cpu:ROOT:ROOT/tests/support python short_loads.py --model FOLDER --address unix:/… [--pages 32]
 
 There is no GPU: the linker is kvdock's own over SGLang's pools on the CPU, beside a server of its own, and the main
 thread does what SGLang's does for a request that comes into an idle engine: it looks the request up as it arrives,
@@ -90,7 +90,8 @@ class Launch:
 class Scheduler:
     """SGLang's scheduler thread, as far as a linker sees it."""
 
-    def __init__(self, model: str, address: str, pages: int, extra: dict[str, Any]) -> None:
+    def __init__(self, model: str, address: str, pages: int, extra: dict[str, Any], goes_on: bool) -> None:
+        """`goes_on`: the thread does not wait for an answer, but turns its loop."""
         import torch
         from linker_checks import scheduler, transfer
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -117,6 +118,10 @@ class Scheduler:
         given = {"address": address, "load_if_cheaper": False, "lookup_wait_s": 0.05, **extra}
         self.linker = KvdockLinker(args, params, components=[SimpleNamespace(name="FULL")], extra_config=given)
         self.linker.guard.meet(scheduler())
+        self._goes_on = goes_on
+        if goes_on:
+            patience = self.linker._zero.connector.lookups.waits.patience
+            patience.wait = lambda question: question.answered.done()  # for this process alone
 
     def store(self, keys: list[str]) -> None:
         self.linker.naming.parent = ""
@@ -141,7 +146,10 @@ class Scheduler:
         promised, turns = linker.lookup(rid, [self._transfer(keys)]), 1
         while linker.holding.starts(rid):
             linker.num_completed_offloads()
-            time.sleep(0.001)  # as SGLang's loop turns (lookups.IDLE_S)
+            if self._goes_on:
+                self._launch.layer()
+            else:
+                time.sleep(0.001)  # as SGLang's loop turns (lookups.IDLE_S)
             promised, turns = linker.lookup(rid, [self._transfer(keys)]), turns + 1
         note("answered")
         assert promised == [len(keys)], promised
@@ -206,12 +214,13 @@ def main() -> None:
     parser.add_argument("--address", required=True, help="of a server that serves nobody else")
     parser.add_argument("--pages", type=int, default=32)
     parser.add_argument("--loads", type=int, default=100)
-    parser.add_argument("--connector", type=json.loads, default={})
+    parser.add_argument("--connector", type=json.loads, default={}, help="settings of the linker, as JSON")
+    parser.add_argument("--goes-on", action="store_true", help="lookups do not wait for the server's answer")
     chosen = parser.parse_args()
     if "LD_PRELOAD" not in os.environ:
         with tempfile.TemporaryDirectory() as folder:
             sys.exit(subprocess.run([sys.executable, *sys.argv], env=os.environ | preloaded(folder)).returncode)
-    scheduler = Scheduler(chosen.model, chosen.address, chosen.pages, chosen.connector)
+    scheduler = Scheduler(chosen.model, chosen.address, chosen.pages, chosen.connector, chosen.goes_on)
     print(json.dumps(measured(scheduler, chosen.loads)))
     scheduler.linker.close()
 

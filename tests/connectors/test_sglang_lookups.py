@@ -532,8 +532,10 @@ def test_a_load_is_submitted_later_if_its_pages_are_not_known_soon_and_so_are_th
     late = engine.loads.start(Ready(lambda: False, may_begin.wait))
     begun_load(engine, "next", 10)
     following = engine.loads.start(Ready())
-    assert submitted == [], "the next batch is submitted after the one before"
-    may_begin.set()
+    try:
+        assert submitted == [], "the next batch is submitted after the one before"
+    finally:
+        may_begin.set()
     assert engine.loads.finish(late) and engine.loads.finish(following)
     begun_load(engine, "last", 12)
     assert engine.loads.finish(engine.loads.start(Ready()))

@@ -1,14 +1,16 @@
 """SGLang with kvdock, beside SGLang's own host cache (hicache), on one machine.
 
     python -m bench.sglang               loads, decode
-    python -m bench.sglang MODE …        some of the two
+    python -m bench.sglang MODE …        some of the three
 
     loads   time to first token: of a new prompt, of a local hit, and from host memory once it has left the device
     decode  tokens a second, and gaps between tokens, of running requests alone, beside loads and beside stores
+    turns   hit rates, times to first token and throughput of conversations of several turns, with one engine and two,
+            and of plain SGLang, too: the engines are started nine times, which takes ten minutes or so on a GPU
 
-Prints one JSON object. Each engine is a process of its own and they take turns; both run at the same time and need
-some 30 GiB of GPU memory each. KV that has left the device was evicted by other prompts, in both engines. Without a
-GPU, `--device cpu --model FOLDER` with a tiny model shows that it works, without hicache.
+Prints one JSON object. Each engine is a process of its own and they take turns; in the first two modes both run at the
+same time and need some 30 GiB of GPU memory each. KV that has left the device was evicted by other prompts, in all
+engines. Without a GPU, `--device cpu --model FOLDER` with a tiny model shows that it works, without hicache.
 """
 
 from __future__ import annotations
@@ -20,105 +22,32 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from bench.engine_child import CPU_SLOWER, LLAMA_8B, Child, Failed, prompt, wait_until_pinned
+from bench.sglang.sizes import (
+    CPU_SCALE,
+    FIRST_S,
+    KINDS,
+    PLAIN,
+    POOL_BYTES,
+    TAIL,
+    Figures,
+    Scale,
+    described,
+    say,
+)
+from bench.sglang.turns import Conversing
 from kvdock import _core
 
-Figures = dict[str, Any]
-KINDS = ("hicache", "kvdock")
-PAGE = 64
-TAIL = 8
-"""Tokens of a prompt that no hit may cover."""
-POOL_BYTES = {"cuda": 28 << 30, "cpu": 256 << 20}
-FIRST_S = 150.0
-"""Limit of a request: the first ones compile kernels."""
-HICACHE_GB = 30
-"""POOL_BYTES, in SGLang's unit."""
 
-
-@dataclass(frozen=True)
-class Scale:
-    """Sizes that `--scale` may change. Lengths are in tokens."""
-
-    layers: int = 32
-    device_tokens: int = 72 << 10
-    """Capacity of the KV on the device: more than all of `lens`, less than the prompts of `feed`."""
-    lens: Sequence[int] = (2048, 8192, 32768)
-    reps: int = 4
-    checked: int = 2048
-    """Length of the prompt whose output is compared; `checked_new`: how many tokens of output."""
-    checked_new: int = 16
-    decoders: int = 16
-    decoded: int = 256
-    decoder_prompt: int = 32
-    feed: int = 8192
-    feed_prompts: int = 12
-    feed_interval_s: float = 0.1
-    stored: int = 1024
-    """Length of the new prompts in the decode mode."""
-    stored_interval_s: float = 0.2
-    most_fed: int = 4
-    """Limit of fed requests under way, so that their queue does not grow when an engine falls behind."""
-    settle_s: float = 0.5
-    """Seconds from a request's end until all of its KV is in host memory."""
-
-
-CPU_SCALE = Scale(
-    device_tokens=2048, lens=(128, 512), reps=1, checked=128, checked_new=8, decoders=2, decoded=40, feed=512,
-    feed_prompts=5, feed_interval_s=0.08, stored=128, stored_interval_s=0.08,
-    most_fed=1,  # SGLang computes prompts first: on a busy machine, more would leave no time for tokens
-)
-"""Shows that the benchmark works, with a tiny model and no GPU. Its figures mean nothing."""
-
-
-def say(text: str) -> None:
-    print(f"bench.sglang: {text}", file=sys.stderr, flush=True)
-
-
-def described(kind: str, chosen: argparse.Namespace, scale: Scale, address: str, namespace: str) -> dict[str, Any]:
-    """The argument of bench/sglang/engine.py."""
-    longest = max(*scale.lens, scale.feed) + 128
-    engine: dict[str, Any] = {
-        "device": chosen.device, "skip_tokenizer_init": True, "page_size": PAGE, "context_length": longest,
-        "max_total_tokens": scale.device_tokens, "grammar_backend": "none",
-        "disable_cuda_graph": not chosen.graphs or chosen.device != "cuda",
-        "sampling_backend": "pytorch", "log_level": "warning", "skip_server_warmup": True, "random_seed": 0,
-        "max_running_requests": 2 * scale.decoders, "watchdog_timeout": 3600,
-    }
-    if chosen.device == "cuda":
-        engine |= {
-            "dtype": "bfloat16", "attention_backend": chosen.attention, "chunked_prefill_size": 8192,
-            "mem_fraction_static": 0.6,
-        }
-    else:
-        engine |= {
-            "dtype": "float32", "attention_backend": "torch_native", "chunked_prefill_size": 256,
-            "mem_fraction_static": 0.2, "sleep_on_idle": True,  # a loop that turns idly takes a core of few
-        }
-    if kind == "hicache":
-        engine |= {"enable_hierarchical_cache": True, "hicache_size": HICACHE_GB}
-        engine["hicache_write_policy"] = "write_through"
-    else:
-        extra = {"address": address, "weights_digest": namespace, "load_if_cheaper": False, **chosen.connector}
-        engine |= {
-            "enable_unified_cache_external_linker": True, "unified_cache_external_linker_backend": "dynamic",
-            "unified_cache_external_linker_config": {
-                "linker": "KvdockLinker", "linker_module_path": "kvdock.connectors.sglang",
-                "linker_extra_config": extra,
-            },
-        }
-    model = str(chosen.model) if chosen.model else LLAMA_8B | {"num_hidden_layers": scale.layers, "dtype": "bfloat16"}
-    return {"kind": kind, "model": model, "engine": engine}
-
-
-class Turns:
-    """Engines that take turns, each with prompts of its own draw that no other has."""
+class Pair:
+    """Two engines that take turns, each with prompts of its own draw that no other has."""
 
     def __init__(self, engines: Mapping[str, Child], scale: Scale, vocabulary: int) -> None:
         self.engines, self.scale, self._vocabulary = engines, scale, vocabulary
@@ -214,7 +143,8 @@ class Turns:
         return figures
 
 
-MODES: dict[str, Callable[[Turns], Figures]] = {"loads": Turns.loads, "decode": Turns.decode}
+MODES: dict[str, Callable[[Pair], Figures]] = {"loads": Pair.loads, "decode": Pair.decode}
+TURNS = "turns"
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:
@@ -228,14 +158,16 @@ def parsed(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--attention", default="triton", help="SGLang's attention backend on a GPU")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=True,
                         help="CUDA graphs, as SGLang has them by default; --no-graphs: eager mode")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=(*KINDS, PLAIN), default=[*KINDS, PLAIN],
+                        help=f"{PLAIN}: without a cache in host memory, for {TURNS} alone")
+    parser.add_argument("--json", action="store_true", help="does nothing: JSON is what is printed")
     parser.add_argument("--connector", type=json.loads, default={}, help="more settings of kvdock's linker, as JSON")
     parser.add_argument("--logs", type=Path, default=Path("out"), help="folder for the engines' logs")
     parser.add_argument("--scale", type=json.loads, default={}, metavar="JSON",
-                        help='other sizes than the usual ones, as {"lens": [2048], "reps": 3}: Scale in this file')
+                        help='other sizes than the usual ones, as {"lens": [2048], "reps": 3}: Scale in sizes.py')
     chosen = parser.parse_args(arguments)
-    if unknown := set(chosen.modes) - set(MODES):
-        parser.error(f"found {', '.join(sorted(unknown))}, wanted some of {', '.join(MODES)}")
+    if unknown := set(chosen.modes) - {*MODES, TURNS}:
+        parser.error(f"found {', '.join(sorted(unknown))}, wanted some of {', '.join(MODES)}, {TURNS}")
     if unknown := set(chosen.scale) - {field.name for field in fields(Scale)}:
         parser.error(f"--scale: found {', '.join(sorted(unknown))}, wanted fields of Scale")
     return chosen
@@ -258,6 +190,26 @@ def rounded(value: Any) -> Any:
     return {name: rounded(one) for name, one in value.items()} if isinstance(value, dict) else value
 
 
+@contextmanager
+def opened_pair(
+    chosen: argparse.Namespace, scale: Scale, address: str, kinds: Sequence[str]
+) -> Iterator[dict[str, Child]]:
+    """One engine of each kind, at the same time."""
+    engines: dict[str, Child] = {}
+    slower = 1 if chosen.device == "cuda" else CPU_SLOWER
+    with ExitStack() as stack:
+        for kind in kinds:  # one after the other: each looks at how much of the GPU's memory is free
+            said = described(kind, chosen, scale, address, f"bench-{time.time_ns()}")
+            log_at = chosen.logs / f"sglang-{kind}.log"
+            engines[kind] = Child("bench.sglang.engine", said, address=address, log_at=log_at, slower=slower)
+            stack.callback(engines[kind].close)
+            engines[kind].started()
+            say(f"{engines[kind].facts}")
+        if chosen.device == "cuda" and "kvdock" in engines:
+            wait_until_pinned(address)
+        yield engines
+
+
 def main(arguments: list[str]) -> int:
     chosen = parsed(arguments)
     if why := obstacle(chosen.device, chosen.model):
@@ -275,22 +227,15 @@ def main(arguments: list[str]) -> int:
 
             server = ServerProcess("serve", pool_bytes=POOL_BYTES[chosen.device], growth="ahead")
             address = stack.enter_context(server).unix
-        engines: dict[str, Child] = {}
-        slower = 1 if chosen.device == "cuda" else CPU_SLOWER
         try:
-            for kind in kinds:  # one after the other: each looks at how much of the GPU's memory is free
-                said = described(kind, chosen, scale, address, f"bench-{time.time_ns()}")
-                log_at = chosen.logs / f"sglang-{kind}.log"
-                engines[kind] = Child("bench.sglang.engine", said, address=address, log_at=log_at, slower=slower)
-                stack.callback(engines[kind].close)
-                engines[kind].started()
-                say(f"{engines[kind].facts}")
-            if chosen.device == "cuda" and "kvdock" in engines:
-                wait_until_pinned(address)
-            figures["engines"] = {kind: engine.facts for kind, engine in engines.items()}
-            turns = Turns(engines, scale, config["vocab_size"])
-            for mode in chosen.modes or MODES:
-                figures[mode] = rounded(MODES[mode](turns))
+            if pair_modes := [mode for mode in chosen.modes or MODES if mode in MODES]:
+                with opened_pair(chosen, scale, address, [kind for kind in kinds if kind != PLAIN]) as engines:
+                    figures["engines"] = {kind: engine.facts for kind, engine in engines.items()}
+                    pair = Pair(engines, scale, config["vocab_size"])
+                    for mode in pair_modes:
+                        figures[mode] = rounded(MODES[mode](pair))
+            if TURNS in chosen.modes:
+                figures[TURNS] = rounded(Conversing(chosen, scale, address, config["vocab_size"]).measured(kinds))
         except Failed as error:  # figures that were measured before are still printed
             say(str(error))
             figures["error"] = str(error)

@@ -1,9 +1,10 @@
-"""One SGLang engine in a process of its own, for bench.sglang: reads jobs as JSON lines and writes answers.
+"""SGLang in a process of its own, for bench.sglang: reads jobs as JSON lines and writes answers.
 
     python -m bench.sglang.engine '{"kind": "kvdock", …}'
 
-SGLang's scheduler is a process of its own, as in service. `model` is a folder or a configuration; a configuration gets
-SGLang's dummy weights. A time to first token runs from the request to the first token that this process gets.
+`count` engines run, and each one's scheduler is a process of its own, as in service; most jobs use the first engine.
+`model` is a folder or a configuration; a configuration gets SGLang's dummy weights. A time to first token runs from the
+request to the first token that this process gets.
 
 A job that fails is answered with {"error": …} and ends the process, because the state of its engine is unknown.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.engine_child import pace
+from bench.sglang.conversations import Answered, Conversations, Workload
 
 Prompt = list[int]
 
@@ -38,20 +40,19 @@ class Engine:
         import sglang
 
         imported = time.perf_counter()
-        options = said["engine"]
-        if isinstance(said["model"], str):
-            self.engine = sglang.Engine(model_path=said["model"], **options)
-        else:
+        options, model = said["engine"], said["model"]
+        if not isinstance(model, str):
             self._folder = tempfile.TemporaryDirectory()
-            Path(self._folder.name, "config.json").write_text(json.dumps(said["model"]))
-            self.engine = sglang.Engine(model_path=self._folder.name, load_format="dummy", **options)
+            Path(self._folder.name, "config.json").write_text(json.dumps(model))
+            options, model = options | {"load_format": "dummy"}, self._folder.name
+        self.engines = [sglang.Engine(model_path=model, **options) for _ in range(said["count"])]
         self.facts = {
             "kind": said["kind"], "sglang": sglang.__version__, "import_s": imported - began,
             "build_s": time.perf_counter() - imported,
         }
 
-    async def _answers(self, ids: Prompt, tokens: int, **more: Any) -> AsyncIterator[dict[str, Any]]:
-        """SGLang's answers to a request, token by token."""
+    async def _answers(self, ids: Prompt, tokens: int, at: int = 0, **more: Any) -> AsyncIterator[dict[str, Any]]:
+        """The answers of engine `at` to a request, token by token: what SGLang says about each, and the tokens."""
         from sglang.srt.managers.io_struct import GenerateReqInput
 
         asked = GenerateReqInput(
@@ -59,8 +60,8 @@ class Engine:
                 "temperature": 0, "max_new_tokens": tokens, "ignore_eos": True,
             }, **more,
         )
-        async for answer in self.engine.tokenizer_manager.generate_request(asked, None):
-            yield answer["meta_info"]
+        async for answer in self.engines[at].tokenizer_manager.generate_request(asked, None):
+            yield answer["meta_info"] | {"tokens": answer["output_ids"]}
 
     # ------------------------------------------------------------------ jobs
 
@@ -127,15 +128,28 @@ class Engine:
         return {**pace(times, start, end), "fed": turns, "fed_cached": dict(Counter(cached)),
                 "fed_ttft_ms": statistics.median(waits_ms) if waits_ms else None}
 
+    async def converse(self, load: dict[str, Any]) -> dict[str, Any]:
+        """See Conversations.run. `load`: the fields of a Workload."""
+        async def ask(at: int, ids: Prompt, tokens: int) -> Answered:
+            began, first_s, cached, said = time.perf_counter(), 0.0, 0, list[int]()
+            async for about in self._answers(ids, tokens, at):
+                first_s = first_s or time.perf_counter() - began
+                cached = about["cached_tokens"]
+                said = about["tokens"] if len(about["tokens"]) == about["completion_tokens"] else said + about["tokens"]
+            return first_s, cached, said
+
+        return await Conversations(Workload(**load)).run(ask)
+
     async def flush(self) -> dict[str, Any]:
         """Empties the prefix cache on the device, and HiCache's with it."""
-        await self.engine.tokenizer_manager.flush_cache()
+        for engine in self.engines:
+            await engine.tokenizer_manager.flush_cache()
         return {}
 
     def do(self, job: dict[str, Any]) -> dict[str, Any]:
         what: Callable[..., Any] = getattr(self, job.pop("do"))
         limit_s = job.pop("limit_s")
-        answer: dict[str, Any] = self.engine.loop.run_until_complete(asyncio.wait_for(what(**job), limit_s))
+        answer: dict[str, Any] = self.engines[0].loop.run_until_complete(asyncio.wait_for(what(**job), limit_s))
         return answer
 
 
@@ -149,7 +163,8 @@ def main() -> None:
         print(json.dumps(engine.facts), file=answers, flush=True)
         for line in sys.stdin:
             print(json.dumps(engine.do(json.loads(line))), file=answers, flush=True)
-        engine.engine.shutdown()
+        for one in engine.engines:
+            one.shutdown()
     except Exception as error:  # every failure is reported and ends the process
         traceback.print_exc()
         print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)

@@ -425,12 +425,10 @@ class Lookups:
     def is_verified(self, request_id: str) -> bool:
         """Whether the request's Hit may be promised to an engine that cannot cope with a failed load. False: the chunks
         are being verified in the background, or were found to be damaged; then the next lookup is a Miss."""
+        self._verify(request_id)
         with self._requests.lock:
             request = self._requests.leased(request_id)
-            if request is not None and request.lookup.verified is request.lookup.answer:
-                return True
-        self._verify(request_id)
-        return False
+            return request is not None and request.lookup.verified is request.lookup.answer
 
     def is_verifying(self, request_id: str) -> bool:
         """Whether the chunks that the request's lookup found are being verified now: they must not be loaded
@@ -442,13 +440,18 @@ class Lookups:
             return request.lookup.verifying is request.lookup.answer
 
     def _verify(self, request_id: str) -> None:
-        """Starts the verification of the request's answer, once for each answer."""
+        """Starts the verification of the request's answer, once for each answer. An answer of which all is trusted is
+        verified at once: another thread would first wait for the interpreter lock."""
         with self._requests.lock:
             request = self._requests.leased(request_id)
             if request is None or request.lookup.verifying is request.lookup.answer:
                 return
             request.lookup.take_newer()
-            request.lookup.verifying = request.lookup.answer
+            answer = request.lookup.verifying = request.lookup.answer
+            assert answer is not None, "a lease without an answer"
+            if self._verification.verifier.trusts(request.attachment, answer):
+                request.lookup.verified = answer
+                return
         self._awaited = self._checks[request_id] = self._verifying.run(self._verify_now, request_id)
 
     def _verify_now(self, request_id: str) -> None:

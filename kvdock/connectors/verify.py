@@ -38,6 +38,10 @@ class Verifier:
         raise."""
         return True
 
+    def trusts(self, attachment: Attachment, answer: LookupAnswer) -> bool:
+        """Whether all chunks that `answer` leases may be promised without more work."""
+        return True
+
 
 class Trust:
     """Parts whose hashes were right within the last `seconds`, by their place and their checksum. `most_bytes`: of all
@@ -111,6 +115,15 @@ class ChecksumVerifier(Verifier):
         except (ServerUnavailable, ApiError, AttachError, OSError) as error:
             self._session.lost(attachment, error)
             return False
+        finally:
+            attachment.release()
+
+    def trusts(self, attachment: Attachment, answer: LookupAnswer) -> bool:
+        """See Verifier."""
+        if self._trust is None or not attachment.acquire():
+            return False
+        try:
+            return not self._trust.others(attachment.session, answer.chunks)
         finally:
             attachment.release()
 

@@ -273,8 +273,7 @@ class WorkerConnector:
         plan = loading.plan
         try:
             for _, chunks, handle in loading.copies:
-                results = zip(chunks, handle.result(), strict=True)
-                loading.damaged += [chunk for chunk, result in results if not result.ok]
+                loading.damaged += [chunks[at] for at in handle.wrong()]
         except CopyFailed as error:
             self._load_lost(loading, error)
         failed = [piece.chunk for piece in plan.pieces] if loading.lost else []

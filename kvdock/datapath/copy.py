@@ -123,6 +123,9 @@ class CopyHandle(Protocol):
     def result(self) -> list[PartResult]:
         """Waits for the end of the copy. Returns one result for each part, in order. Raises the copy's error."""
 
+    def wrong(self) -> list[int]:
+        """Like result(), but returns only the indices of the parts that are not ok: no object for each part."""
+
     def took_s(self) -> float | None:
         """Seconds from the call to the end of the copy; if it had to wait for work on the stream `after`, from the end
         of that work. None: not known, or the copy has not ended."""
@@ -224,6 +227,13 @@ def results_of(found: Sequence[int | None], parts: ScatterParts) -> list[PartRes
     ]
 
 
+def wrong_of(found: Sequence[int | None], parts: ScatterParts) -> list[int]:
+    """The indices of the parts that are not ok; see results_of."""
+    if isinstance(parts, DescribedParts) and parts.checksums.tolist() == found:
+        return []
+    return [at for at, result in enumerate(results_of(found, parts)) if not result.ok]
+
+
 class _CpuHandle:
     def __init__(self, submit: Callable[[Callable[[], list[PartResult]]], Future[list[PartResult]]],
                  copy: Callable[[], list[PartResult]]) -> None:
@@ -249,6 +259,9 @@ class _CpuHandle:
 
     def result(self) -> list[PartResult]:
         return self._copied.result()
+
+    def wrong(self) -> list[int]:
+        return [at for at, result in enumerate(self.result()) if not result.ok]
 
     def took_s(self) -> float | None:
         return self._ended_s - self._began_s if self.done() else None

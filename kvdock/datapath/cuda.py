@@ -31,6 +31,7 @@ from kvdock.datapath.copy import (
     packed_for_gather,
     packed_for_scatter,
     results_of,
+    wrong_of,
 )
 from kvdock.datapath.errors import CopierClosed, NoCuda, copy_error
 from kvdock.datapath.layout import PagedLayout
@@ -132,6 +133,10 @@ class CudaHandle:
         """Waits for the end; one result for each part, in order. Raises CudaError when the copy failed: the blocks may
         hold anything."""
         return results_of(self._copy.checksums(), self._parts)
+
+    def wrong(self) -> list[int]:
+        """Like result(), but returns only the indices of the parts that are not ok."""
+        return wrong_of(self._copy.checksums(), self._parts)
 
     def took_s(self) -> float | None:
         """Seconds from the end of the work on the stream `after` to the end of the copy, by the GPU's clock; without

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from kvdock import _core
 from kvdock.datapath.copy import MOST_RAW_BYTES, DescribedParts, PartCopy, PartResult, ScatterParts
@@ -40,7 +40,9 @@ class PackedCudaCopier:
         self, parts: ScatterParts, *, after: int | None = None, bands: Sequence[int] = (), verified_after: int = 0
     ) -> TwoKinds:
         """Like CudaCopier.scatter()."""
-        divided = self._divide(parts.copies() if isinstance(parts, DescribedParts) else parts)
+        divided = self._described(parts) if isinstance(parts, DescribedParts) else _Divided[ScatterParts](
+            *self._divide(parts)
+        )
         raw, packed = self._submit(divided, lambda copier, some: copier.scatter(
             some, after=after, bands=bands, verified_after=verified_after
         ))
@@ -51,7 +53,7 @@ class PackedCudaCopier:
         self._raw.close()
 
     def _submit(
-        self, divided: _Divided, copy: Callable[[CudaCopier, Sequence[PartCopy]], CudaHandle]
+        self, divided: _Divided[Parts], copy: Callable[[CudaCopier, Parts], CudaHandle]
     ) -> tuple[CudaHandle | None, CudaHandle | None]:
         """The copies of raw and of packed parts."""
         raw = copy(self._raw, divided.raw) if divided.raw else None
@@ -62,7 +64,17 @@ class PackedCudaCopier:
                 raw.wait(None)  # the caller gets no handle to wait for, and may give slots and blocks away
             raise
 
-    def _divide(self, parts: Sequence[PartCopy]) -> _Divided:
+    def _described(self, parts: DescribedParts) -> _Divided[ScatterParts]:
+        """Nearly always all parts are of one kind: then no object for each part is made."""
+        is_packed = [length == self._packed_bytes for length in parts.lengths]
+        if all(is_packed):
+            return _Divided(is_packed, [], parts)
+        if not any(is_packed):
+            return _Divided(is_packed, parts, [])
+        raw, packed = self._divide(parts.copies())[1:]
+        return _Divided(is_packed, raw, packed)
+
+    def _divide(self, parts: Sequence[PartCopy]) -> _Divided[Sequence[PartCopy]]:
         is_packed = [part.length == self._packed_bytes for part in parts]
         return _Divided(
             is_packed,
@@ -71,10 +83,13 @@ class PackedCudaCopier:
         )
 
 
-class _Divided(NamedTuple):
+Parts = TypeVar("Parts", ScatterParts, Sequence[PartCopy])
+
+
+class _Divided(NamedTuple, Generic[Parts]):
     is_packed: list[bool]
-    raw: list[PartCopy]
-    packed: list[PartCopy]
+    raw: Parts
+    packed: Parts
 
 
 class TwoKinds:
@@ -127,6 +142,13 @@ class TwoKinds:
         self.wait(None)
         packed = self._packed_results() if self._rest is None else self._rest.results()
         return self._merged([] if self._raw is None else self._raw.result(), packed)
+
+    def wrong(self) -> list[int]:
+        """As CudaHandle.wrong()."""
+        fits = self._packed is None or all(self._packed.fit())
+        if fits and not any(handle.wrong() for handle in self._handles):
+            return []
+        return [at for at, result in enumerate(self.result()) if not result.ok]
 
     def took_s(self) -> float | None:
         if not self.done():

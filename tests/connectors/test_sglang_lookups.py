@@ -24,7 +24,7 @@ from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
 from kvdock.connectors.sglang.figures import METRICS, Figures
-from kvdock.connectors.sglang.loads import Loads, QueuedLoad
+from kvdock.connectors.sglang.loads import Loads, QueuedLoad, Ready
 from kvdock.connectors.sglang.lookups import (
     FORGET_S,
     MOST_EXPECTED,
@@ -66,6 +66,10 @@ class GatedVerifier(ChecksumVerifier):
         super().__init__(session)
         self.gate = threading.Event()
         self.gate.set()
+        self.is_trusting = False
+
+    def trusts(self, attachment: Attachment, answer: LookupAnswer) -> bool:
+        return self.is_trusting
 
     def verify(self, request_id: str, attachment: Attachment, answer: LookupAnswer) -> bool:
         assert self.gate.wait(PATIENCE_S)
@@ -151,7 +155,7 @@ class Engine:
         if begun is None:
             return False
         self.loads.queue(QueuedLoad(rid, *begun, {"kv": indices(pages, at)}, self.weights.epoch))
-        return self.loads.finish(self.loads.start(lambda: None))
+        return self.loads.finish(self.loads.start(Ready()))
 
     def close(self) -> None:
         self.loads.close()
@@ -499,9 +503,70 @@ def test_a_load_that_was_promised_for_other_weights_is_not_begun(engine: Engine,
     engine.loads.queue(QueuedLoad("r", *begun, {"kv": indices(2, 8)}, engine.weights.epoch))
     engine.weights.changed()
     before = [plane.clone() for side in engine.memory for plane in side]
-    assert not engine.loads.finish(engine.loads.start(lambda: None))
+    assert not engine.loads.finish(engine.loads.start(Ready()))
     assert all(torch.equal(*pair) for pair in zip(before, (p for side in engine.memory for p in side), strict=True))
     eventually(held(server))
+
+
+def begun_load(engine: Engine, rid: str, at: int) -> list[str]:
+    """Stores two pages and queues the load of them into the pages from `at` on."""
+    pages = names(2)
+    assert engine.store(pages)
+    assert engine.ask(rid, pages) == 2
+    begun = engine.lookups.begin_load(rid, 2)
+    assert begun is not None
+    engine.loads.queue(QueuedLoad(rid, *begun, {"kv": indices(2, at)}, engine.weights.epoch))
+    return pages
+
+
+def test_a_load_is_submitted_later_if_its_pages_are_not_known_soon_and_so_are_those_after_it(engine: Engine) -> None:
+    may_begin, submitted = threading.Event(), list[str]()
+    submit_load = engine.worker.submit_load
+
+    def noted(attachment: Any, plan: Any, *more: Any) -> Any:
+        submitted.append(threading.current_thread().name)
+        return submit_load(attachment, plan, *more)
+
+    engine.worker.submit_load = noted  # type: ignore[method-assign,assignment]  # of this worker alone
+    begun_load(engine, "late", 8)
+    late = engine.loads.start(Ready(lambda: False, may_begin.wait))
+    begun_load(engine, "next", 10)
+    following = engine.loads.start(Ready())
+    try:
+        assert submitted == [], "the next batch is submitted after the one before"
+    finally:
+        may_begin.set()
+    assert engine.loads.finish(late) and engine.loads.finish(following)
+    begun_load(engine, "last", 12)
+    assert engine.loads.finish(engine.loads.start(Ready()))
+    assert [name.startswith("kvdock-load") for name in submitted] == [True, True, False]
+
+
+def test_a_load_that_cannot_be_submitted_or_judged_fails_and_ends_no_engine(
+    engine: Engine, server: ServerProcess
+) -> None:
+    for method in ("submit_load", "finish_load"):
+        with pytest.MonkeyPatch.context() as broken:
+            broken.setattr(engine.worker, method, lambda *given: 1 / 0)
+            begun_load(engine, method, 8)
+            assert not engine.loads.finish(engine.loads.start(Ready()))
+            eventually(held(server))
+
+
+def test_an_engine_that_ends_before_the_verdict_gives_its_lease_back(engine: Engine, server: ServerProcess) -> None:
+    begun_load(engine, "r", 8)
+    engine.loads.start(Ready())
+    engine.loads.close()
+    eventually(held(server))
+
+
+def test_pages_that_are_trusted_are_promised_without_another_thread(engine: Engine) -> None:
+    pages = names(2)
+    assert engine.store(pages)
+    engine.verifier.is_trusting = True
+    engine.verifier.gate.clear()
+    assert engine.ask("r", pages) == 2, "nothing was hashed"
+    engine.verifier.gate.set()
 
 
 @pytest.mark.weights
@@ -565,7 +630,7 @@ def run(
         req.prefix_len += found * PAGE
     engine.outcomes.admitted(req, device)
     if begun is not None:
-        assert engine.loads.finish(engine.loads.start(lambda: None)) is not fails
+        assert engine.loads.finish(engine.loads.start(Ready())) is not fails
     req.output_ids.append(1)
 
 

@@ -36,6 +36,9 @@ class Copy:
     def result(self) -> list[PartResult]:
         return []
 
+    def wrong(self) -> list[int]:
+        return []
+
 
 def loading(*groups: int) -> tuple[Any, list[Copy]]:
     copies = [Copy() for _ in groups]

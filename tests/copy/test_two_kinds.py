@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from bytes_helpers import Paged, Shape, Slots
 
-from kvdock.datapath.copy import CopyHandle, CpuCopier, PartCopy, PartResult
+from kvdock.datapath.copy import CopyHandle, CpuCopier, DescribedParts, PartCopy, PartResult, ScatterParts
 from kvdock.datapath.cuda import CudaCopier
 from kvdock.datapath.cuda_packed import PackedCudaCopier, TwoKinds
 from kvdock.datapath.errors import CopierClosed, CudaError
@@ -41,9 +42,12 @@ class Handle:
     def result(self) -> list[PartResult]:
         """Like a GPU's, which compares checksums alone; fit() says whether a slot holds a packed part."""
         return [
-            PartResult(found.checksum, found.fits or part.checksum is not None)
+            PartResult(found.checksum, found.ok if found.fits else part.checksum is not None)
             for found, part in zip(self._found(), self._parts, strict=True)
         ]
+
+    def wrong(self) -> list[int]:
+        return [at for at, result in enumerate(self.result()) if not result.ok]
 
     def verified(self, timeout_s: float | None) -> list[PartResult] | None:
         return self.result() if self.wait(timeout_s) else None
@@ -68,8 +72,9 @@ class OnCpu:
     def gather(self, parts: Sequence[PartCopy], *, after: int | None = None) -> Handle:
         return self._kept(self.copier.gather(parts), parts)
 
-    def scatter(self, parts: Sequence[PartCopy], **_: Any) -> Handle:
-        return self._kept(self.copier.scatter(parts), parts)
+    def scatter(self, parts: ScatterParts, **_: Any) -> Handle:
+        one_by_one = parts.copies() if isinstance(parts, DescribedParts) else parts
+        return self._kept(self.copier.scatter(parts), one_by_one)
 
     def _kept(self, copied: CopyHandle, parts: Sequence[PartCopy]) -> Handle:
         self.handles.append(Handle(copied, parts, self.error, self.seconds))
@@ -123,6 +128,26 @@ def test_parts_of_both_kinds_are_reported_in_their_order() -> None:
     verified = loaded.verified(None)
     assert verified is not None and all(one.ok for one in (*verified, *loaded.result()))
     assert [rig.paged.reference(ids) for ids in IDS] == wanted
+
+
+@pytest.mark.parametrize("chosen", [(0, 1, 2), (0, 2), (1,)], ids=["both kinds", "packed", "raw"])
+def test_parts_that_the_core_describes_are_copied_and_those_that_are_wrong_are_told(chosen: tuple[int, ...]) -> None:
+    rig = Rig()
+    wanted = [rig.paged.reference(IDS[at]) for at in chosen]
+    rig.store().wait(None)
+    sums = [checksum(rig.stored(at)) for at in chosen]
+    for damaged in (None, len(chosen) - 1):
+        rig.paged.fill_guard()
+        expected = [value ^ (at == damaged) for at, value in enumerate(sums)]
+        handle = rig.copier.scatter(DescribedParts(
+            memoryview(array("Q", [rig.slots.address(at) for at in chosen])),
+            memoryview(array("q", [block for at in chosen for block in IDS[at]])),
+            memoryview(array("q", range(0, 2 * len(chosen) + 1, 2))), memoryview(array("q", [0] * len(chosen))),
+            memoryview(array("Q", expected)), memoryview(array("q", [rig.lengths[at] for at in chosen])),
+        ))
+        assert handle.wrong() == ([] if damaged is None else [damaged])
+        if damaged is None:
+            assert [rig.paged.reference(IDS[at]) for at in chosen] == wanted
 
 
 def test_a_call_takes_as_long_as_its_later_copy() -> None:

@@ -38,6 +38,26 @@ def test_loads_and_decodes_are_measured(models: dict[str, Path], server: ServerP
     assert {"kvdock_loads_loss", "kvdock_stores_loss"} < decode.keys()
 
 
+def test_conversations_are_measured(models: dict[str, Path], server: ServerProcess, tmp_path: Path) -> None:
+    command = [
+        ENGINE_PYTHON, "-m", "bench.sglang", "turns", "--device", "cpu", "--model", models["llama"], "--address",
+        server.unix, "--logs", tmp_path, "--connector", '{"lookup_wait_s": 1.0, "verify_wait_s": 10.0}',
+        "--scale", '{"rate_per_s": 20.0, "engines": [2]}',
+    ]
+    done = run_to_its_end(command, 380, os.environ | ON_CPU)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["turns"]["2"]
+    plain, kvdock = found["plain"], found["kvdock"]
+    for one in (plain, kvdock):
+        assert (one["turns"], one["answers_compared"], one["other_answers"]) == (36, 36, 0)
+        assert one["most_hit_rate"] == 0.45714, "2 and 4 pages of the second and third prompts"
+        assert set(one["ttft_ms_by_round"]) == {"0", "1", "2"} and set(one["ttft_ms"]) == {"mean", "p50", "p99"}
+        assert one["input_tokens_per_s"] > one["output_tokens_per_s"] > 0
+        assert 0 < one["turns_moved"] < 24, "of the later turns, some come back to the other engine"
+    assert kvdock["hit_rate"] > 0.9 * kvdock["most_hit_rate"] > plain["hit_rate"]
+    assert kvdock["moved_hit_rate"] > plain["stayed_hit_rate"] > plain["moved_hit_rate"]
+
+
 def test_what_cannot_be_measured_is_said_in_a_line(tmp_path: Path) -> None:
     for arguments, why in (
         (["--device", "cpu"], "--device cpu wants --model FOLDER"), ([], "no GPU: CUDA: found no NVIDIA driver"),

@@ -40,7 +40,7 @@ from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.hints import asked_by
 from kvdock.connectors.sglang.hooks import PLANS, hook_change, register
 from kvdock.connectors.sglang.identity import manifest_of, revision, settings_set, variables_set
-from kvdock.connectors.sglang.loads import LayerCounter, Loads, QueuedLoad
+from kvdock.connectors.sglang.loads import LayerCounter, Loads, QueuedLoad, Ready
 from kvdock.connectors.sglang.lookups import Holding
 from kvdock.connectors.sglang.offloads import Offloads
 from kvdock.connectors.sglang.page_names import About, Naming, with_loadable
@@ -263,7 +263,7 @@ class KvdockLinker(UnifiedCacheLinker):
             may_store = self.fresh.may_store(full.keys, self.naming.parent, full.device_indices) and may_store
         self._offloads.offer(
             by_name[FULL].keys, self.naming.parent, {name: one.device_indices for name, one in by_name.items()},
-            {name: len(one.keys) for name, one in by_name.items()}, self._ready(), may_store=may_store,
+            {name: len(one.keys) for name, one in by_name.items()}, self._ready().wait, may_store=may_store,
             about=About(self.naming.offered, traceparent_of(inserts)),
         )
         return True
@@ -279,15 +279,14 @@ class KvdockLinker(UnifiedCacheLinker):
     def pop_completed_offload(self) -> bool:
         return self._offloads.take_ended()
 
-    def _ready(self) -> Callable[[], object]:
-        """Returns a function that waits for the work that SGLang's current stream has now, which computes the indices
-        of pages. The copies are ordered after the forward pass's stream besides."""
+    def _ready(self) -> Ready:
+        """Whether the work that SGLang's current stream has now, which computes the indices of pages, has ended. The
+        copies are ordered after the forward pass's stream besides."""
         if self._rank_pools.stream is None:
-            return lambda: None
+            return Ready()
         event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch does not say
         event.record()
-        wait: Callable[[], object] = event.synchronize
-        return wait
+        return Ready(event.query, event.synchronize)
 
     # ------------------------------------------------------------------ weights
 

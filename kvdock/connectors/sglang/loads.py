@@ -1,7 +1,11 @@
 """A rank's loads: queued while SGLang builds a batch, started with it, awaited layer by layer, and ended with it.
 
-    load ──► queue ──► start ──► "kvdock-load": submit ──► copies ──► result ──► "kvdock-settle": reports to the server
-                         └► batch ◄── wait_until(layer) …… forward …… finish
+    load ──► queue ──► start ──► submit ──► copies ──────────────────► │
+                         └► batch ◄── wait_until(layer) …… forward …… finish ──► "kvdock-settle": reports to the server
+
+SGLang's scheduler thread does all of it but the reports. Another thread of Python would want the interpreter lock while
+SGLang launches the forward pass: each time it could wait for 5 ms (Python's switch interval), and SGLang's thread would
+wait meanwhile. A thread of kvdock's submits the copies only if the GPU has not computed the indices of the pages soon.
 
 The forward pass asks for each layer's KV before it reads this KV. On a GPU, the forward pass's stream is then ordered
 after the copy of the layer's band, so loading and computing overlap; on a CPU, the forward pass waits for the copies of
@@ -20,7 +24,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvdock.connectors.background import Background
 from kvdock.connectors.plans import LoadPlan, Pieces
@@ -38,7 +42,8 @@ log = logging.getLogger("kvdock.sglang")
 class QueuedLoad:
     """`indices`: SGLang's indices of the memory to fill, by the name of the transfer; `epoch`: the epoch of the weights
     for which the load was promised; `pages`: the hashes of the pages to load. Once it has ended, `took_s`: the seconds
-    from the start of its batch's loads to their end; `copy_s`: those of its own copies on this rank, None: not known.
+    that its batch's loads took, to submit and to copy them; `copy_s`: those of its own copies on this rank, None: not
+    known.
     """
 
     rid: str
@@ -57,12 +62,34 @@ class _Batch:
     is_outdated: bool
     """The weights have changed, or are changing, since a load of the batch was promised: nothing is copied, and all its
     loads fail."""
+    started_s: float
     submitted: Future[list[Loading]] = field(default_factory=Future)
-    landed: Future[bool] = field(default_factory=Future)
-    took_s: float = 0.0
-    copies: Sequence[tuple[int, float]] = ()
+    submit_s: float = 0.0
+    """Seconds from the start until all copies were submitted."""
+
+    def took_s(self, loadings: Sequence[Loading], now_s: float) -> float:
+        """The seconds that the loads took: their copies run one after the other. Until now if a copy's are not
+        known."""
+        copies = [loading.took_s() for loading in loadings]
+        return now_s - self.started_s if None in copies else self.submit_s + sum(s for s in copies if s is not None)
 
 
+class Ready(NamedTuple):
+    """Whether the GPU has computed the indices of pages. `wait`: waits until it has."""
+
+    has_come: Callable[[], bool] = lambda: True
+    wait: Callable[[], object] = lambda: None
+
+    def comes_soon(self, clock: Callable[[], float]) -> bool:
+        """Whether it has, or does within SOON_S."""
+        end_s = clock() + SOON_S
+        while not self.has_come():
+            if clock() > end_s:
+                return False
+        return True
+
+
+SOON_S = 200e-6
 START = -1
 """Used in place of a layer for the time before the forward pass starts."""
 
@@ -106,9 +133,9 @@ class LayerCounter:
 
 
 class Loads:
-    """`ended`: called in SGLang's thread with each load, and whether all loads of its batch are complete on all ranks;
-    None: the load was cancelled. `took`: called there for a complete batch, with the seconds from the start of its
-    loads to their end, and (tokens, seconds of the copies) of each load. `clock`: a monotonic clock, in seconds."""
+    """`ended`: called with each load, and whether all loads of its batch are complete on all ranks; None: the load was
+    cancelled. `took`: called for a complete batch, with the seconds that its loads took, and (tokens, seconds of the
+    copies) of each load. `clock`: a monotonic clock, in seconds."""
 
     def __init__(
         self, pools: RankPools, ranks: Ranks, weights: RunningWeights, *,
@@ -145,19 +172,22 @@ class Loads:
         """Gives back a plan of which nothing was or will be copied here."""
         self._settling.run(self._give_back, attachment, plan)
 
-    def start(self, ready: Callable[[], object]) -> int:
-        """Starts the queued loads. `ready`: waits until the GPU has computed the indices of the pages. Returns the
-        number of the batch; -1: nothing is queued."""
+    def start(self, ready: Ready) -> int:
+        """Starts the queued loads. Returns the number of the batch; -1: nothing is queued."""
         if not self._queued:
             return -1
+        submits_now = all(one.submitted.done() for one in self._batches.values()) and ready.comes_soon(self._clock)
         self._started += 1
         loads, now = tuple(self._queued.values()), self._weights
         is_outdated = not now.may_share or any(load.epoch != now.epoch for load in loads)
         if is_outdated:
             log.warning("%s loads were promised for other weights than those of now: their requests end", len(loads))
-        batch = self._batches[self._started] = _Batch(loads, is_outdated)
+        batch = self._batches[self._started] = _Batch(loads, is_outdated, self._clock())
         self._queued.clear()
-        self._loading.run(self._run, batch, ready)
+        if submits_now:
+            self._submit(batch, ready)
+        else:
+            self._loading.run(self._submit, batch, ready)
         return self._started
 
     def finish(self, index: int) -> bool:
@@ -165,10 +195,16 @@ class Loads:
         batch = self._batches.pop(index, None)
         if batch is None:
             return True
-        landed = self._ranks.all_agree(batch.landed.result())
+        loadings = batch.submitted.result()
+        landed = self._ranks.all_agree(self._have_landed(batch, loadings))
+        self._settling.run(self._settle, batch, loadings)
+        took_s = batch.took_s(loadings, self._clock())
+        for load, loading in zip(batch.loads, loadings, strict=False):  # none is copied if it is outdated
+            load.copy_s = loading.took_s()
         if landed:
-            self._took(batch.took_s, batch.copies)
+            self._took(took_s, [(_tokens(load), load.copy_s) for load in batch.loads if load.copy_s is not None])
         for load in batch.loads:
+            load.took_s = took_s
             self._ended(load, landed)
         return landed
 
@@ -184,6 +220,9 @@ class Loads:
     def close(self) -> None:
         for rid in list(self._queued):
             self.cancel(rid)
+        for batch in self._batches.values():  # SGLang ends, and asks for no verdict
+            self._settling.run(self._settle, batch, batch.submitted.result())
+        self._batches.clear()
         self._loading.close()
         self._settling.close()
 
@@ -202,41 +241,41 @@ class Loads:
             self._watched = index
         self._layers.order(str(layer), self._pools.stream())
 
-    # ------------------------------------------------------------------ background
+    # ------------------------------------------------------------------ copies
 
-    def _run(self, batch: _Batch, ready: Callable[[], object]) -> None:
-        started_s, loadings, landed = self._clock(), list[Loading](), False
+    def _submit(self, batch: _Batch, ready: Ready) -> None:
+        """Submits the copies. A load that cannot be submitted fails, whatever the cause, and those after it. In the
+        background if SGLang's thread would wait for the GPU."""
+        loadings, bands = list[Loading](), self._layers.bands if self._pools.stream is not None else None
         try:
-            try:
-                ready()
-                for load in () if batch.is_outdated else batch.loads:
-                    bands = self._layers.bands if self._pools.stream is not None else None
-                    loadings.append(self._pools.worker.submit_load(load.attachment, self._placed(load), bands))
-            finally:
-                batch.submitted.set_result(loadings)
-            valid = [self._pools.worker.finish_load(loading) for loading in loadings]
-            landed = valid == [loading.plan.hit_tokens for loading in loadings]
-            for load, loading in zip(batch.loads, loadings, strict=False):  # none is copied if it is outdated
-                load.copy_s = loading.took_s()
-            batch.copies = [
-                (load.plan.hit_tokens - load.plan.local_tokens, load.copy_s)
-                for load in batch.loads if load.copy_s is not None
-            ]
+            ready.wait()
+            for load in () if batch.is_outdated else batch.loads:
+                loadings.append(self._pools.worker.submit_load(load.attachment, self._placed(load), bands))
+        except Exception:  # it must not end SGLang's thread
+            log.exception("a load was not submitted")
         finally:
-            batch.took_s = self._clock() - started_s
-            for load in batch.loads:
-                load.took_s = batch.took_s
-            batch.landed.set_result(landed and len(loadings) == len(batch.loads))
-            self._settling.run(self._settle, batch, loadings)
+            batch.submit_s = self._clock() - batch.started_s
+            batch.submitted.set_result(loadings)
+
+    def _have_landed(self, batch: _Batch, loadings: Sequence[Loading]) -> bool:
+        """Waits for the copies. Whether all loads of the batch are complete here."""
+        try:
+            valid = [self._pools.worker.finish_load(loading) for loading in loadings]
+        except Exception:  # it must not end SGLang's thread
+            log.exception("a load has no verdict")
+            return False
+        return valid == [load.plan.hit_tokens for load in batch.loads]
 
     def _placed(self, load: QueuedLoad) -> LoadPlan:
         """The plan with block ids of SGLang's pages in place of the numbers of the load's pages."""
-        plan, count = load.plan, (load.plan.hit_tokens - load.plan.local_tokens) // self._pools.page_tokens
+        plan, count = load.plan, _tokens(load) // self._pools.page_tokens
         pages = [
             array("q", about.pages_of(load.indices[about.transfer]) if about.transfer in load.indices else ())
             for about in self._pools.groups
         ]
         return replace(plan, pieces=Pieces(plan.arrays.placed(pages, count)))
+
+    # ------------------------------------------------------------------ background
 
     def _settle(self, batch: _Batch, loadings: Sequence[Loading]) -> None:
         """Reports the end of the loads to the server. A thread of its own does it, because a server that does not
@@ -257,3 +296,8 @@ class Loads:
     def _release(self, attachment: Attachment, plan: LoadPlan) -> None:
         session = self._pools.worker.session
         session.client.release_later(plan.lease, attachment.session, self._pools.worker.ranks)
+
+
+def _tokens(load: QueuedLoad) -> int:
+    """How many tokens it loads."""
+    return load.plan.hit_tokens - load.plan.local_tokens

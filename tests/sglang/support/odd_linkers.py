@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdock.connectors.sglang.linker import KvdockLinker
+from kvdock.connectors.sglang.loads import Ready
 from kvdock.connectors.sglang.setup import drafts_of
 from kvdock.datapath.errors import copy_error
 
@@ -93,17 +94,13 @@ class FailingLinker(KvdockLinker):
 
 
 class LateLinker(KvdockLinker):
-    """The copies of a load begin long after the forward pass has."""
+    """The indices of a load's pages are there long after the forward pass has begun, and so are its copies."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
-        super().__init__(*args, **more)
-        real = self._rank_pools.worker.submit_load
-
-        def submit_load(*args: Any, **how: Any) -> Any:
+    def _ready(self) -> Ready:
+        def wait() -> None:
             time.sleep(0.5)  # by then a forward pass that waits for nothing has read what was there before
-            return real(*args, **how)
 
-        self._rank_pools.worker.submit_load = submit_load  # type: ignore[method-assign]  # for this process alone
+        return Ready(lambda: False, wait)
 
 
 class HeldOffersLinker(KvdockLinker):
@@ -140,7 +137,8 @@ class ForgetfulLinker(KvdockLinker):
         loads = list(self._loads._queued.values())
         index = super().start_layer_wise_loading()
         if index >= 0:
-            self._loads._batches[index].landed.result()
+            for loading in self._loads._batches[index].submitted.result():
+                loading.wait(None)
             pool = self.pools["kv"]  # type: ignore[index]  # the name's text is as good
             for load in loads:
                 for buffer in (*pool.k_buffer, *pool.v_buffer):

@@ -151,6 +151,9 @@ class LateCopy:
         copied = self if self._real is not None else next(copy for _, _, copy in self._loading.copies)
         return copied._real.result() if copied._real is not None else []
 
+    def wrong(self) -> list[int]:
+        return [at for at, result in enumerate(self.result()) if not result.ok]
+
 
 class AsksAgain(Patience):
     """Waits for nothing and never loses trust; old answers are asked for once more with each lookup."""

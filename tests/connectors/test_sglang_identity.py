@@ -154,14 +154,17 @@ def test_other_weights_settings_and_adapters_share_nothing(
 
 def test_a_manifest_names_engine_layers_and_split(folder: Path) -> None:
     def manifest(
-        pool: Any, window: int | None = None, version: str = "0.5.23", ranks: int = 1, drafts: Sequence[Any] = ()
+        pool: Any, window: int | None = None, version: str = "0.5.23", shards: int = 1, stages: int = 1,
+        drafts: Sequence[Any] = (),
     ) -> bytes:
         groups = groups_of(pool, PAGE, window, drafts)
         made = manifest_of(
-            model(), version, groups, revision="r", page_tokens=PAGE, ranks=ranks, kv_dtype="torch.float32"
+            model(), version, groups, revision="r", page_tokens=PAGE, shards=shards, stages=stages,
+            kv_dtype="torch.float32",
         )
         assert made.hash_function == HASHES and made.token_order.startswith("sglang 0.")
-        assert (made.chunk_tokens, made.block_tokens, made.writers) == (PAGE, PAGE, ranks)
+        assert (made.chunk_tokens, made.block_tokens, made.writers) == (PAGE, PAGE, shards * stages)
+        assert made.layers == stages * sum(len(group.planes) for group in groups)
         import msgspec
 
         return namespace_digest(msgspec.to_builtins(made))
@@ -169,12 +172,13 @@ def test_a_manifest_names_engine_layers_and_split(folder: Path) -> None:
     usual = manifest(MHATokenToKVPool())
     assert manifest(MHATokenToKVPool(), version="0.5.99") == usual
     others = [
-        manifest(MHATokenToKVPool(3)), manifest(MHATokenToKVPool(heads=1)), manifest(MHATokenToKVPool(), ranks=2),
+        manifest(MHATokenToKVPool(3)), manifest(MHATokenToKVPool(heads=1)), manifest(MHATokenToKVPool(), shards=2),
+        manifest(MHATokenToKVPool(), stages=2), manifest(MHATokenToKVPool(), shards=2, stages=2),
         manifest(MHATokenToKVPool(), version="0.6.0"), manifest(SWAKVPool(), 128), manifest(SWAKVPool(), 256),
         manifest(MHATokenToKVPool(), drafts=[MHATokenToKVPool(1)]),
         manifest(MHATokenToKVPool(), drafts=[MHATokenToKVPool(1, heads=1)]),
     ]
-    assert len({usual, *others}) == 9
+    assert len({usual, *others}) == 11
 
 
 def test_a_manifest_is_the_same_for_all_tensor_parallel_sizes_that_share() -> None:
@@ -185,8 +189,8 @@ def test_a_manifest_is_the_same_for_all_tensor_parallel_sizes_that_share() -> No
         of_parts = [layout.part_bytes(1) for layout in part_layouts(groups, parts)]
         assert of_parts == [2 * 2 * PAGE * 16 * 4] * (4 // ranks)
         return manifest_of(
-            model(), "0.5.23", groups, revision="r", page_tokens=PAGE, ranks=ranks, kv_dtype="torch.float32",
-            parts=parts,
+            model(), "0.5.23", groups, revision="r", page_tokens=PAGE, shards=ranks, stages=1,
+            kv_dtype="torch.float32", parts=parts,
         )
 
     one, two, four = (shared(ranks) for ranks in (1, 2, 4))
@@ -290,7 +294,12 @@ def test_pools_that_are_not_known_are_refused() -> None:
 
 @pytest.mark.parametrize(("of", "said"), [
     ({"params": {"page_size": 16}}, "--page-size is 16, and 64 or 128 is wanted"),
-    ({"params": {"pp_size": 2}}, "does not serve pipeline parallelism under SGLang: found 2"),
+    ({"params": {"pp_size": 3}}, "serves pipelines of up to 2 stages under SGLang: --pp-size is 3"),
+    ({"params": {"pp_size": 2}, "components": ["FULL", "SWA"]}, "with one kind of KV under SGLang, and found SWA"),
+    (
+        {"params": {"pp_size": 2}, "components": ["FULL"], "args": {"speculative_algorithm": "EAGLE"}},
+        "pipeline parallelism beside --speculative-algorithm EAGLE under SGLang",
+    ),
     ({"params": {"attn_cp_size": 2}}, "does not serve context parallelism"),
     ({"args": {"nnodes": 2}}, "does not serve several nodes"),
     ({"args": {"speculative_algorithm": "NEWEST"}}, "know where the drafts of --speculative-algorithm NEWEST have"),

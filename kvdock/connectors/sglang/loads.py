@@ -54,9 +54,10 @@ class QueuedLoad:
 @dataclass
 class _Batch:
     loads: Sequence[QueuedLoad]
+    number: int
     is_outdated: bool
-    """The weights have changed, or are changing, since a load of the batch was promised: nothing is copied, and all its
-    loads fail."""
+    """The weights have changed, or are changing, since a load of the batch was promised, or this rank takes no part in
+    one of the loads: nothing is copied, and all its loads fail."""
     submitted: Future[list[Loading]] = field(default_factory=Future)
     landed: Future[bool] = field(default_factory=Future)
     took_s: float = 0.0
@@ -125,6 +126,7 @@ class Loads:
         self.verdicts = Verdicts(ranks)
         self._loading, self._settling = Background("kvdock-load"), Background("kvdock-settle")
         self._queued: dict[str, QueuedLoad] = {}
+        self._refused: set[str] = set()
         self._batches: dict[int, _Batch] = {}
         self._started = -1
         self._watched = -1
@@ -132,8 +134,15 @@ class Loads:
     def queue(self, load: QueuedLoad) -> None:
         self._queued[load.rid] = load
 
+    def refuse(self, rid: str) -> None:
+        """The first stage has begun a load in which this rank cannot take part: the loads of its batch fail."""
+        self._refused.add(rid)
+
     def cancel(self, rid: str) -> bool:
         """Gives the load up if it is queued. Returns whether it was."""
+        if rid in self._refused:
+            self._refused.remove(rid)
+            return True
         load = self._queued.pop(rid, None)
         if load is None:
             return False
@@ -148,15 +157,19 @@ class Loads:
     def start(self, ready: Callable[[], object]) -> int:
         """Starts the queued loads. `ready`: waits until the GPU has computed the indices of the pages. Returns the
         number of the batch; -1: nothing is queued."""
-        if not self._queued:
+        if not self._queued and not self._refused:
             return -1
         self._started += 1
         loads, now = tuple(self._queued.values()), self._weights
         is_outdated = not now.may_share or any(load.epoch != now.epoch for load in loads)
         if is_outdated:
             log.warning("%s loads were promised for other weights than those of now: their requests end", len(loads))
-        batch = self._batches[self._started] = _Batch(loads, is_outdated)
+        if self._refused:
+            log.warning("%s loads fail, because this rank is not attached to their session", len(self._refused))
+        batch = _Batch(loads, self._started, is_outdated or bool(self._refused))
+        self._batches[self._started] = batch
         self._queued.clear()
+        self._refused.clear()
         self._loading.run(self._run, batch, ready)
         return self._started
 
@@ -165,7 +178,8 @@ class Loads:
         batch = self._batches.pop(index, None)
         if batch is None:
             return True
-        landed = self._ranks.all_agree(batch.landed.result())
+        notes, landed = self._ranks.notes, batch.landed.result()
+        landed = self._ranks.all_agree(landed) if notes is None else notes.all_landed(index)
         if landed:
             self._took(batch.took_s, batch.copies)
         for load in batch.loads:
@@ -174,7 +188,7 @@ class Loads:
 
     def reset(self) -> None:
         """Waits for loads that have started and gives up the others."""
-        for rid in list(self._queued):
+        for rid in [*self._queued, *self._refused]:
             self.cancel(rid)
         for index in list(self._batches):
             self.finish(index)
@@ -226,7 +240,10 @@ class Loads:
             batch.took_s = self._clock() - started_s
             for load in batch.loads:
                 load.took_s = batch.took_s
-            batch.landed.set_result(landed and len(loadings) == len(batch.loads))
+            landed = landed and len(loadings) == len(batch.loads) and not batch.is_outdated
+            if self._ranks.notes is not None:
+                self._ranks.notes.landed(batch.number, landed)
+            batch.landed.set_result(landed)
             self._settling.run(self._settle, batch, loadings)
 
     def _placed(self, load: QueuedLoad) -> LoadPlan:

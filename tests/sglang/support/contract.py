@@ -213,8 +213,9 @@ class Subject:
         args.resolve_once()
         params = SimpleNamespace(
             page_size=PAGE, token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self.pool), pp_size=1,
-            attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None, sidecar_draft_device_pools=self.drafts,
-            mtp_draft_device_pools=(), swa_retain_window=WINDOW if "swa" in self._groups else None,
+            pp_cache_group=None, attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None,
+            sidecar_draft_device_pools=self.drafts, mtp_draft_device_pools=(),
+            swa_retain_window=WINDOW if "swa" in self._groups else None,
             enable_metrics=False, req_to_token_pool=self.states, enable_kv_cache_events=False, is_eagle=False,
         )
         names = {"kv": "FULL", "swa": "SWA", "mamba": "MAMBA"}

@@ -16,7 +16,7 @@ from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.heads import CannotShareSizes
 from kvdock.connectors.sglang.identity import HASHES, manifest_of, revision, settings_set, variables_set
 from kvdock.connectors.sglang.loads import waits
-from kvdock.connectors.sglang.pools import divided, groups_of, part_layouts
+from kvdock.connectors.sglang.pools import divided, groups_of, part_layouts, refuse_groups_of_stages
 from kvdock.connectors.sglang.setup import Settings, refuse_what_is_not_supported
 from kvdock.protocol.keys import namespace_digest
 
@@ -214,6 +214,31 @@ def test_a_window_is_a_group_with_its_layers(folder: Path) -> None:
     assert (full.window_tokens, window.window_tokens) == (None, 128)
     assert window.layout.part_bytes(1) == 2 * full.layout.part_bytes(1) == 2 * 2 * PAGE * 2 * 16 * 4
     assert full.pages_of(torch.tensor([*range(128, 192), *range(64)])) == [2, 0]
+
+
+class DSATokenToKVPool:
+    """SGLang's pool of sparse attention: the second layer uses the first one's choice."""
+
+    def __init__(self, pages: int = 4, index_kpool: int = 1, chooses: Sequence[bool] = (True, False, True)) -> None:
+        self.kv_buffer = [torch.zeros(4 * PAGE, 1, 80) for _ in chooses]
+        self.index_kpool = index_kpool
+        self.index_k_with_scale_buffer = [
+            torch.zeros(pages if one else 0, 132 * PAGE, dtype=torch.uint8) for one in chooses
+        ]
+
+
+def test_the_keys_of_an_indexer_are_a_group_with_the_latents_pages() -> None:
+    latents, keys = groups_of(DSATokenToKVPool(), PAGE, None)
+    assert (dict(latents.planes), dict(keys.planes)) == ({0: 0, 1: 1, 2: 2}, {0: 0, 2: 1})
+    assert latents.is_latent and keys.is_latent and keys.transfer == latents.transfer == "kv"
+    assert keys.layout.part_bytes(1) == 2 * 132 * PAGE
+    assert len(groups_of(DSATokenToKVPool(chooses=[False]), PAGE, None)) == 1
+    with pytest.raises(NotSupportedError, match="an indexer with one key for 4 tokens under SGLang"):
+        groups_of(DSATokenToKVPool(index_kpool=4), PAGE, None)
+    with pytest.raises(NotSupportedError, match="5 pages of an indexer's keys, and as many as the latents' 4"):
+        groups_of(DSATokenToKVPool(pages=5), PAGE, None)
+    with pytest.raises(NotSupportedError, match="pipelines with one KV group under SGLang, and found 2"):
+        refuse_groups_of_stages(groups_of(DSATokenToKVPool(), PAGE, None))
 
 
 def test_a_draft_is_a_group_with_the_targets_pages() -> None:

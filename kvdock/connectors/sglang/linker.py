@@ -45,7 +45,15 @@ from kvdock.connectors.sglang.loads import LayerCounter, Loads, QueuedLoad
 from kvdock.connectors.sglang.lookups import Holding
 from kvdock.connectors.sglang.offloads import Offloads
 from kvdock.connectors.sglang.page_names import About, Naming, with_loadable
-from kvdock.connectors.sglang.pools import FULL, KVGroup, RankPools, divided, groups_of, part_layouts
+from kvdock.connectors.sglang.pools import (
+    FULL,
+    KVGroup,
+    RankPools,
+    divided,
+    groups_of,
+    part_layouts,
+    refuse_groups_of_stages,
+)
 from kvdock.connectors.sglang.rank_zero import RankZero
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
@@ -93,6 +101,8 @@ class KvdockLinker(UnifiedCacheLinker):
         groups = groups_of(
             kvcache, params.page_size, params.swa_retain_window, drafts_of(params), params.req_to_token_pool
         )
+        if self._ranks.stages > 1:
+            refuse_groups_of_stages(groups)
         self.forward_stream, self.pools = forward_stream, {PoolName(group.transfer): kvcache for group in groups}
         self._figures = Figures(_prometheus() if params.enable_metrics else None)
         self._weights = RunningWeights(

@@ -36,6 +36,7 @@ import torch
 from linker_checks import LINKER_CHECKS, found, scheduler
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
     HybridLinearKVPool,
     HybridReqToTokenPool,
     MHATokenToKVPool,
@@ -53,7 +54,10 @@ from kvdock.connectors.sglang import lookups
 from kvdock.connectors.sglang.linker import KvdockLinker
 
 PAGE, PAGES, LAYERS, WINDOW = 64, 64, 3, 128
-GROUPS = {"mha": ("kv",), "mla": ("kv",), "window": ("kv", "swa"), "draft": ("kv",), "state": ("kv", "mamba")}
+GROUPS = {
+    "mha": ("kv",), "mla": ("kv",), "sparse": ("kv",), "window": ("kv", "swa"), "draft": ("kv",),
+    "state": ("kv", "mamba"),
+}
 """By kind; "large" is another, in which a load takes as long as a short step: 2 GiB on a GPU."""
 WINDOWS = {"swa": WINDOW, "mamba": 1}
 HEADS: dict[str, Any] = {"page_size": PAGE, "dtype": torch.float32, "device": DEVICE, "enable_memory_saver": False}
@@ -63,6 +67,11 @@ def pool_of(kind: str) -> Any:
     size = (PAGES - 1) * PAGE  # SGLang adds a page
     if kind == "mla":
         return MLATokenToKVPool(size=size, kv_lora_rank=32, qk_rope_head_dim=16, layer_num=LAYERS, **HEADS)
+    if kind == "sparse":  # the second layer uses the first one's choice
+        return DSATokenToKVPool(
+            size=size, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=LAYERS, index_head_dim=128, kv_cache_dim=80,
+            index_buf_size=size, skip_topk_layers=[False, True, False], **{**HEADS, "dtype": torch.bfloat16},
+        )
     if kind in ("mha", "draft"):
         return MHATokenToKVPool(size=size, head_num=2, head_dim=16, layer_num=LAYERS, **HEADS)
     if kind == "large":
@@ -240,12 +249,13 @@ class Subject:
             pool = pool.swa_kv_pool if is_second else pool.full_kv_pool
         planes = [buffer for draft in self.drafts for buffer in (*draft.k_buffer, *draft.v_buffer)]
         planes += pool.kv_buffer if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
-        return [plane[block * PAGE : (block + 1) * PAGE] for plane in planes]
+        rows = [plane[block * PAGE : (block + 1) * PAGE] for plane in planes]
+        return rows + [keys[block : block + 1] for keys in getattr(pool, "index_k_with_scale_buffer", ()) if len(keys)]
 
     def fill(self, block: int, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
         for rows in self._rows(block):
-            rows.copy_(torch.randn(rows.shape, generator=source))
+            rows.copy_(torch.randn(rows.shape, generator=source) * (1 if rows.is_floating_point() else 64))
 
     def contents(self, block: int) -> bytes:
         rows = [row.cpu().contiguous().view(torch.uint8) for row in self._rows(block)]

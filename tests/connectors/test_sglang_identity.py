@@ -235,10 +235,37 @@ def test_the_keys_of_an_indexer_are_a_group_with_the_latents_pages() -> None:
     assert len(groups_of(DSATokenToKVPool(chooses=[False]), PAGE, None)) == 1
     with pytest.raises(NotSupportedError, match="an indexer with one key for 4 tokens under SGLang"):
         groups_of(DSATokenToKVPool(index_kpool=4), PAGE, None)
-    with pytest.raises(NotSupportedError, match="5 pages of an indexer's keys, and as many as the latents' 4"):
+    with pytest.raises(NotSupportedError, match="5 pages of an indexer's KV, and as many as the target's 4"):
         groups_of(DSATokenToKVPool(pages=5), PAGE, None)
     with pytest.raises(NotSupportedError, match="pipelines with one KV group under SGLang, and found 2"):
         refuse_groups_of_stages(groups_of(DSATokenToKVPool(), PAGE, None))
+
+
+class MHATokenToKOnlyPool:
+    def __init__(self, layers: int) -> None:
+        self.k_buffer = [torch.zeros(4 * PAGE, 1, 32) for _ in range(layers)]
+
+
+class MiniMaxSparseKVPool:
+    """SGLang's pool of chosen blocks, on a stage that begins with layer 4: the first layer has no indexer, the second
+    one's has keys alone."""
+
+    def __init__(self) -> None:
+        self.start_layer, self.main_pool = 4, MHATokenToKVPool(4)
+        self.index_kv_pool: Any = MHATokenToKVPool(2, heads=1)
+        self.index_k_pool: Any = MHATokenToKOnlyPool(1)
+        self.index_kv_layer_id_mapping, self.index_k_layer_id_mapping = {6: 0, 7: 1}, {5: 0}
+
+
+def test_an_indexer_of_blocks_is_a_group_for_its_keys_and_values_and_one_for_its_keys() -> None:
+    groups = groups_of(MiniMaxSparseKVPool(), PAGE, None)
+    planes = [dict(group.planes) for group in groups]
+    assert planes == [{0: 1, 1: 3, 2: 5, 3: 7}, {2: 1, 3: 3}, {1: 0}]
+    assert {group.transfer for group in groups} == {"kv"} and not any(group.is_latent for group in groups)
+    assert [group.layout.part_bytes(1) // (PAGE * 4) for group in groups] == [4 * 2 * 2 * 16, 2 * 2 * 16, 32]
+    without = MiniMaxSparseKVPool()
+    without.index_kv_pool = None
+    assert len(groups_of(without, PAGE, None)) == 2
 
 
 def test_a_draft_is_a_group_with_the_targets_pages() -> None:

@@ -28,8 +28,12 @@ FULL, SWA, STATES = "kv", "swa", "mamba"
 """SGLang's names of the transfers (PoolName)."""
 BY_HEADS = "TWO_X_NL_X_NBBS_NH_HS"
 """The format of pools that have heads."""
+ALIKE = "NL_X_NBBS_ONE_HS"
+"""The format of pools that have the same for all heads."""
 SPARSE = "DSATokenToKVPool"
 """SGLang's pool of latents (MLA) with an indexer's keys (DeepSeek-V3.2, GLM-5)."""
+CHOSEN_BLOCKS = "MiniMaxSparseKVPool"
+"""SGLang's pool of attention with an indexer that chooses blocks of tokens (MiniMax-M3)."""
 
 
 @dataclass(frozen=True)
@@ -114,13 +118,15 @@ def groups_of(
     """`kvcache`: the pool of SGLang's allocator of KV pages; `drafts`: the pools of draft models; `requests`: SGLang's
     pool of requests, which has the recurrent states. Raises NotSupportedError for a pool that is not known."""
     groups = list(_targets(kvcache, page_tokens, window_tokens, requests))
-    for group in [group for draft in drafts for group in _of_pages(draft, page_tokens)]:
-        if group.layout.num_blocks != groups[0].layout.num_blocks:
+    for draft in drafts:
+        groups += [replace(group, is_draft=True) for group in _of_pages(draft, page_tokens)]
+    for group in groups:
+        if group.transfer == FULL and group.layout.num_blocks != groups[0].layout.num_blocks:
+            whose = "a draft" if group.is_draft else "an indexer"
             raise NotSupportedError(
-                f"kvdock finds {group.layout.num_blocks} pages of a draft's KV, and as many as the target's "
+                f"kvdock finds {group.layout.num_blocks} pages of {whose}'s KV, and as many as the target's "
                 f"{groups[0].layout.num_blocks} are wanted."
             )
-        groups.append(replace(group, is_draft=True))
     return tuple(groups)
 
 
@@ -159,6 +165,8 @@ def refuse_groups_of_stages(groups: Sequence[KVGroup]) -> None:
 
 def _of_pages(pool: Any, page_tokens: int) -> tuple[KVGroup, ...]:
     """The groups of a pool of full attention."""
+    if type(pool).__name__ == CHOSEN_BLOCKS:
+        return _of_chosen_blocks(pool, page_tokens)
     group = _group(FULL, pool, page_tokens, range(_layers_of(pool)))
     if type(pool).__name__ != SPARSE:
         return (group,)
@@ -172,12 +180,20 @@ def _of_pages(pool: Any, page_tokens: int) -> tuple[KVGroup, ...]:
     if not layers:
         return (group,)
     layout = _layout_of_rows([keys[layer] for layer in layers], page_tokens, "keys of an indexer")
-    if layout.num_blocks != group.layout.num_blocks:
-        raise NotSupportedError(
-            f"kvdock finds {layout.num_blocks} pages of an indexer's keys, and as many as the latents' "
-            f"{group.layout.num_blocks} are wanted."
-        )
     return group, KVGroup(FULL, layout, {layer: at for at, layer in enumerate(layers)}, is_latent=True)
+
+
+def _of_chosen_blocks(pool: Any, page_tokens: int) -> tuple[KVGroup, ...]:
+    """The groups of a pool that has the KV of an indexer beside that of attention: its keys and values for some layers,
+    and its keys alone for others."""
+    groups = [_group(FULL, pool.main_pool, page_tokens, range(_layers_of(pool.main_pool)))]
+    for indexer, mapped in (
+        (pool.index_kv_pool, pool.index_kv_layer_id_mapping), (pool.index_k_pool, pool.index_k_layer_id_mapping),
+    ):
+        if indexer is not None:
+            layers = [layer - pool.start_layer for layer in sorted(mapped, key=mapped.get)]
+            groups.append(_group(FULL, indexer, page_tokens, layers))
+    return tuple(groups)
 
 
 def _layout_of_rows(rows: Sequence[Any], page_tokens: int, what: str) -> PagedLayout:
@@ -245,13 +261,16 @@ def _group(
             return KVGroup(
                 transfer, layout, {layer: 2 * at + 1 for at, layer in enumerate(layers)}, window_tokens
             )
+        planes = {layer: at for at, layer in enumerate(layers)}
         if kind in ("MLATokenToKVPool", SPARSE):
-            layout = paged_layout("NL_X_NBBS_ONE_HS", list(pool.kv_buffer), block_tokens=page_tokens)
-            return KVGroup(transfer, layout, {layer: at for at, layer in enumerate(layers)}, window_tokens, True)
+            layout = paged_layout(ALIKE, list(pool.kv_buffer), block_tokens=page_tokens)
+            return KVGroup(transfer, layout, planes, window_tokens, is_latent=True)
+        if kind == "MHATokenToKOnlyPool":
+            return KVGroup(transfer, paged_layout(ALIKE, list(pool.k_buffer), block_tokens=page_tokens), planes)
     except LayoutError as error:
         raise NotSupportedError(f"kvdock cannot describe SGLang's {kind}: {error}.") from error
     raise NotSupportedError(
         f"kvdock does not know what SGLang keeps in a {kind}: an MHATokenToKVPool without scales, an MLATokenToKVPool, "
-        f"a {SPARSE} or a SWAKVPool of the first two is wanted."
+        f"a {SPARSE}, a {CHOSEN_BLOCKS} or a SWAKVPool of the first two is wanted."
     )
 

@@ -40,6 +40,7 @@ from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
     HybridReqToTokenPool,
     MHATokenToKVPool,
+    MiniMaxSparseKVPool,
     MLATokenToKVPool,
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -55,7 +56,7 @@ from kvdock.connectors.sglang.linker import KvdockLinker
 
 PAGE, PAGES, LAYERS, WINDOW = 64, 64, 3, 128
 GROUPS = {
-    "mha": ("kv",), "mla": ("kv",), "sparse": ("kv",), "window": ("kv", "swa"), "draft": ("kv",),
+    "mha": ("kv",), "mla": ("kv",), "sparse": ("kv",), "blocks": ("kv",), "window": ("kv", "swa"), "draft": ("kv",),
     "state": ("kv", "mamba"),
 }
 """By kind; "large" is another, in which a load takes as long as a short step: 2 GiB on a GPU."""
@@ -71,6 +72,11 @@ def pool_of(kind: str) -> Any:
         return DSATokenToKVPool(
             size=size, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=LAYERS, index_head_dim=128, kv_cache_dim=80,
             index_buf_size=size, skip_topk_layers=[False, True, False], **{**HEADS, "dtype": torch.bfloat16},
+        )
+    if kind == "blocks":
+        return MiniMaxSparseKVPool(
+            size=size, head_num=2, head_dim=16, idx_head_dim=32, dense_layer_ids=[0], sparse_layer_ids=[1, 2],
+            disable_value_sparse_layer_ids=[1], start_layer=0, end_layer=LAYERS, index_dtype=torch.bfloat16, **HEADS,
         )
     if kind in ("mha", "draft"):
         return MHATokenToKVPool(size=size, head_num=2, head_dim=16, layer_num=LAYERS, **HEADS)
@@ -248,7 +254,9 @@ class Subject:
         elif len(self._groups) > 1:
             pool = pool.swa_kv_pool if is_second else pool.full_kv_pool
         planes = [buffer for draft in self.drafts for buffer in (*draft.k_buffer, *draft.v_buffer)]
-        planes += pool.kv_buffer if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
+        for of in (pool.main_pool, pool.index_kv_pool, pool.index_k_pool) if hasattr(pool, "main_pool") else (pool,):
+            for name in ("kv_buffer", "k_buffer", "v_buffer"):
+                planes += getattr(of, name, [])
         rows = [plane[block * PAGE : (block + 1) * PAGE] for plane in planes]
         return rows + [keys[block : block + 1] for keys in getattr(pool, "index_k_with_scale_buffer", ()) if len(keys)]
 

@@ -125,8 +125,8 @@ class Loads:
         self.counter = LayerCounter(count, self._wait_for_layer, any(group.has_slots for group in groups))
         self.verdicts = Verdicts(ranks)
         self._loading, self._settling = Background("kvdock-load"), Background("kvdock-settle")
-        self._queued: dict[str, QueuedLoad] = {}
-        self._refused: set[str] = set()
+        self._queued: dict[str, QueuedLoad | None] = {}
+        """None: this rank takes no part in the load."""
         self._batches: dict[int, _Batch] = {}
         self._started = -1
         self._watched = -1
@@ -136,18 +136,16 @@ class Loads:
 
     def refuse(self, rid: str) -> None:
         """The first stage has begun a load in which this rank cannot take part: the loads of its batch fail."""
-        self._refused.add(rid)
+        self._queued[rid] = None
 
     def cancel(self, rid: str) -> bool:
         """Gives the load up if it is queued. Returns whether it was."""
-        if rid in self._refused:
-            self._refused.remove(rid)
-            return True
-        load = self._queued.pop(rid, None)
-        if load is None:
+        if rid not in self._queued:
             return False
-        self.give_up(load.attachment, load.plan)
-        self._ended(load, None)
+        load = self._queued.pop(rid)
+        if load is not None:
+            self.give_up(load.attachment, load.plan)
+            self._ended(load, None)
         return True
 
     def give_up(self, attachment: Attachment, plan: LoadPlan) -> None:
@@ -157,19 +155,17 @@ class Loads:
     def start(self, ready: Callable[[], object]) -> int:
         """Starts the queued loads. `ready`: waits until the GPU has computed the indices of the pages. Returns the
         number of the batch; -1: nothing is queued."""
-        if not self._queued and not self._refused:
+        if not self._queued:
             return -1
         self._started += 1
-        loads, now = tuple(self._queued.values()), self._weights
+        loads, now = tuple(load for load in self._queued.values() if load is not None), self._weights
         is_outdated = not now.may_share or any(load.epoch != now.epoch for load in loads)
         if is_outdated:
             log.warning("%s loads were promised for other weights than those of now: their requests end", len(loads))
-        if self._refused:
-            log.warning("%s loads fail, because this rank is not attached to their session", len(self._refused))
-        batch = _Batch(loads, self._started, is_outdated or bool(self._refused))
-        self._batches[self._started] = batch
+        if refused := len(self._queued) - len(loads):
+            log.warning("%s loads fail, because this rank is not attached to their session", refused)
+        batch = self._batches[self._started] = _Batch(loads, self._started, is_outdated or refused > 0)
         self._queued.clear()
-        self._refused.clear()
         self._loading.run(self._run, batch, ready)
         return self._started
 
@@ -188,7 +184,7 @@ class Loads:
 
     def reset(self) -> None:
         """Waits for loads that have started and gives up the others."""
-        for rid in [*self._queued, *self._refused]:
+        for rid in list(self._queued):
             self.cancel(rid)
         for index in list(self._batches):
             self.finish(index)

@@ -35,7 +35,7 @@ LOADS = [
 TIERED = [
     pytest.param("llama", {}, id="attention", marks=pytest.mark.sweep), pytest.param("window", {}, id="window"),
     pytest.param("states", {}, id="states"), pytest.param("llama", TP2, id="two ranks"),
-    pytest.param("mla", TP2, id="latent", marks=pytest.mark.sweep),
+    pytest.param("mla", TP2, id="latent", marks=pytest.mark.sweep), pytest.param("llama", PP2, id="two stages"),
 ]
 RANKS = [
     pytest.param(TP2, id="two ranks"), pytest.param(PP2, id="two stages"),

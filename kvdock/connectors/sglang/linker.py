@@ -230,7 +230,7 @@ class KvdockLinker(UnifiedCacheLinker):
         return True
 
     def _is_ready(self) -> bool:
-        """Whether rank 0 may promise: in a pipeline, all ranks must be able to load what rank 0 has found."""
+        """Whether rank 0 may promise and store: in a pipeline, all ranks must be able to take part."""
         attachment, notes = self._rank_pools.worker.session.attachment, self._ranks.notes
         if notes is None:
             return True
@@ -287,6 +287,7 @@ class KvdockLinker(UnifiedCacheLinker):
         if self._zero is not None:
             full = by_name[FULL]
             may_store = self.fresh.may_store(full.keys, self.naming.parent, full.device_indices) and may_store
+            may_store = may_store and self._is_ready()
         self._offloads.offer(
             by_name[FULL].keys, self.naming.parent, {name: one.device_indices for name, one in by_name.items()},
             {name: len(one.keys) for name, one in by_name.items()}, self._ready(), may_store=may_store,

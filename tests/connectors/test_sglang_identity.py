@@ -16,7 +16,7 @@ from kvdock.connectors.errors import NotSupportedError
 from kvdock.connectors.heads import CannotShareSizes
 from kvdock.connectors.sglang.identity import HASHES, manifest_of, revision, settings_set, variables_set
 from kvdock.connectors.sglang.loads import waits
-from kvdock.connectors.sglang.pools import divided, groups_of, part_layouts
+from kvdock.connectors.sglang.pools import divided, groups_of, part_layouts, refuse_groups_of_stages
 from kvdock.connectors.sglang.setup import Settings, refuse_what_is_not_supported
 from kvdock.protocol.keys import namespace_digest
 
@@ -154,14 +154,17 @@ def test_other_weights_settings_and_adapters_share_nothing(
 
 def test_a_manifest_names_engine_layers_and_split(folder: Path) -> None:
     def manifest(
-        pool: Any, window: int | None = None, version: str = "0.5.23", ranks: int = 1, drafts: Sequence[Any] = ()
+        pool: Any, window: int | None = None, version: str = "0.5.23", shards: int = 1, stages: int = 1,
+        drafts: Sequence[Any] = (),
     ) -> bytes:
         groups = groups_of(pool, PAGE, window, drafts)
         made = manifest_of(
-            model(), version, groups, revision="r", page_tokens=PAGE, ranks=ranks, kv_dtype="torch.float32"
+            model(), version, groups, revision="r", page_tokens=PAGE, shards=shards, stages=stages,
+            kv_dtype="torch.float32",
         )
         assert made.hash_function == HASHES and made.token_order.startswith("sglang 0.")
-        assert (made.chunk_tokens, made.block_tokens, made.writers) == (PAGE, PAGE, ranks)
+        assert (made.chunk_tokens, made.block_tokens, made.writers) == (PAGE, PAGE, shards * stages)
+        assert made.layers == stages * sum(len(group.planes) for group in groups)
         import msgspec
 
         return namespace_digest(msgspec.to_builtins(made))
@@ -169,12 +172,13 @@ def test_a_manifest_names_engine_layers_and_split(folder: Path) -> None:
     usual = manifest(MHATokenToKVPool())
     assert manifest(MHATokenToKVPool(), version="0.5.99") == usual
     others = [
-        manifest(MHATokenToKVPool(3)), manifest(MHATokenToKVPool(heads=1)), manifest(MHATokenToKVPool(), ranks=2),
+        manifest(MHATokenToKVPool(3)), manifest(MHATokenToKVPool(heads=1)), manifest(MHATokenToKVPool(), shards=2),
+        manifest(MHATokenToKVPool(), stages=2), manifest(MHATokenToKVPool(), shards=2, stages=2),
         manifest(MHATokenToKVPool(), version="0.6.0"), manifest(SWAKVPool(), 128), manifest(SWAKVPool(), 256),
         manifest(MHATokenToKVPool(), drafts=[MHATokenToKVPool(1)]),
         manifest(MHATokenToKVPool(), drafts=[MHATokenToKVPool(1, heads=1)]),
     ]
-    assert len({usual, *others}) == 9
+    assert len({usual, *others}) == 11
 
 
 def test_a_manifest_is_the_same_for_all_tensor_parallel_sizes_that_share() -> None:
@@ -185,8 +189,8 @@ def test_a_manifest_is_the_same_for_all_tensor_parallel_sizes_that_share() -> No
         of_parts = [layout.part_bytes(1) for layout in part_layouts(groups, parts)]
         assert of_parts == [2 * 2 * PAGE * 16 * 4] * (4 // ranks)
         return manifest_of(
-            model(), "0.5.23", groups, revision="r", page_tokens=PAGE, ranks=ranks, kv_dtype="torch.float32",
-            parts=parts,
+            model(), "0.5.23", groups, revision="r", page_tokens=PAGE, shards=ranks, stages=1,
+            kv_dtype="torch.float32", parts=parts,
         )
 
     one, two, four = (shared(ranks) for ranks in (1, 2, 4))
@@ -210,6 +214,58 @@ def test_a_window_is_a_group_with_its_layers(folder: Path) -> None:
     assert (full.window_tokens, window.window_tokens) == (None, 128)
     assert window.layout.part_bytes(1) == 2 * full.layout.part_bytes(1) == 2 * 2 * PAGE * 2 * 16 * 4
     assert full.pages_of(torch.tensor([*range(128, 192), *range(64)])) == [2, 0]
+
+
+class DSATokenToKVPool:
+    """SGLang's pool of sparse attention: the second layer uses the first one's choice."""
+
+    def __init__(self, pages: int = 4, index_kpool: int = 1, chooses: Sequence[bool] = (True, False, True)) -> None:
+        self.kv_buffer = [torch.zeros(4 * PAGE, 1, 80) for _ in chooses]
+        self.index_kpool = index_kpool
+        self.index_k_with_scale_buffer = [
+            torch.zeros(pages if one else 0, 132 * PAGE, dtype=torch.uint8) for one in chooses
+        ]
+
+
+def test_the_keys_of_an_indexer_are_a_group_with_the_latents_pages() -> None:
+    latents, keys = groups_of(DSATokenToKVPool(), PAGE, None)
+    assert (dict(latents.planes), dict(keys.planes)) == ({0: 0, 1: 1, 2: 2}, {0: 0, 2: 1})
+    assert latents.is_latent and keys.is_latent and keys.transfer == latents.transfer == "kv"
+    assert keys.layout.part_bytes(1) == 2 * 132 * PAGE
+    assert len(groups_of(DSATokenToKVPool(chooses=[False]), PAGE, None)) == 1
+    with pytest.raises(NotSupportedError, match="an indexer with one key for 4 tokens under SGLang"):
+        groups_of(DSATokenToKVPool(index_kpool=4), PAGE, None)
+    with pytest.raises(NotSupportedError, match="5 pages of an indexer's KV, and as many as the target's 4"):
+        groups_of(DSATokenToKVPool(pages=5), PAGE, None)
+    with pytest.raises(NotSupportedError, match="pipelines with one KV group under SGLang, and found 2"):
+        refuse_groups_of_stages(groups_of(DSATokenToKVPool(), PAGE, None))
+
+
+class MHATokenToKOnlyPool:
+    def __init__(self, layers: int) -> None:
+        self.k_buffer = [torch.zeros(4 * PAGE, 1, 32) for _ in range(layers)]
+
+
+class MiniMaxSparseKVPool:
+    """SGLang's pool of chosen blocks, on a stage that begins with layer 4: the first layer has no indexer, the second
+    one's has keys alone."""
+
+    def __init__(self) -> None:
+        self.start_layer, self.main_pool = 4, MHATokenToKVPool(4)
+        self.index_kv_pool: Any = MHATokenToKVPool(2, heads=1)
+        self.index_k_pool: Any = MHATokenToKOnlyPool(1)
+        self.index_kv_layer_id_mapping, self.index_k_layer_id_mapping = {6: 0, 7: 1}, {5: 0}
+
+
+def test_an_indexer_of_blocks_is_a_group_for_its_keys_and_values_and_one_for_its_keys() -> None:
+    groups = groups_of(MiniMaxSparseKVPool(), PAGE, None)
+    planes = [dict(group.planes) for group in groups]
+    assert planes == [{0: 1, 1: 3, 2: 5, 3: 7}, {2: 1, 3: 3}, {1: 0}]
+    assert {group.transfer for group in groups} == {"kv"} and not any(group.is_latent for group in groups)
+    assert [group.layout.part_bytes(1) // (PAGE * 4) for group in groups] == [4 * 2 * 2 * 16, 2 * 2 * 16, 32]
+    without = MiniMaxSparseKVPool()
+    without.index_kv_pool = None
+    assert len(groups_of(without, PAGE, None)) == 2
 
 
 def test_a_draft_is_a_group_with_the_targets_pages() -> None:
@@ -290,7 +346,12 @@ def test_pools_that_are_not_known_are_refused() -> None:
 
 @pytest.mark.parametrize(("of", "said"), [
     ({"params": {"page_size": 16}}, "--page-size is 16, and 64 or 128 is wanted"),
-    ({"params": {"pp_size": 2}}, "does not serve pipeline parallelism under SGLang: found 2"),
+    ({"params": {"pp_size": 3}}, "serves pipelines of up to 2 stages under SGLang: --pp-size is 3"),
+    ({"params": {"pp_size": 2}, "components": ["FULL", "SWA"]}, "with one kind of KV under SGLang, and found SWA"),
+    (
+        {"params": {"pp_size": 2}, "components": ["FULL"], "args": {"speculative_algorithm": "EAGLE"}},
+        "pipeline parallelism beside --speculative-algorithm EAGLE under SGLang",
+    ),
     ({"params": {"attn_cp_size": 2}}, "does not serve context parallelism"),
     ({"args": {"nnodes": 2}}, "does not serve several nodes"),
     ({"args": {"speculative_algorithm": "NEWEST"}}, "know where the drafts of --speculative-algorithm NEWEST have"),

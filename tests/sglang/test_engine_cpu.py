@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from api_helpers import ServerProcess, comes_true
-from engines import TP2, Engine, odd
+from engines import PP2, TP2, Engine, odd
 from whole_engines import HITS, NOTHING, PROMPTS, comes_back, prompts_of, tokens_of
 
 from kvdock.client.client import Client
@@ -35,13 +36,14 @@ def spoil(server: ServerProcess) -> None:
         segments.close()
 
 
-@pytest.mark.parametrize("kind", ["llama", "states"])
+@pytest.mark.parametrize(("kind", "ranks"), [("llama", {}), ("states", {}), ("llama", PP2)])
 def test_four_at_once_under_memory_pressure_load_and_give_the_same_tokens(
-    kind: str, models: dict[str, Path], server: ServerProcess
+    kind: str, ranks: dict[str, Any], models: dict[str, Path], server: ServerProcess
 ) -> None:
     """The pool holds two of the four, so requests wait, are evicted and come back."""
     small = {"max_total_tokens": 1280, "max_running_requests": 2, "chunked_prefill_size": 128}
-    with Engine(models[kind], server.unix, engine=small) as engine:
+    how = {**ranks, "engine": {**small, **ranks.get("engine", {})}}
+    with Engine(models[kind], server.unix, **how) as engine:
         alone, _ = engine.generate(FOUR, new=24)
         for _ in range(3):
             engine.drain()
@@ -286,7 +288,10 @@ def test_one_variable_is_the_whole_set_up(models: dict[str, Path], server: Serve
 @pytest.mark.parametrize(("engine", "environ", "said"), [
     ({"page_size": 16}, {}, "SGLANG_KVDOCK is set: --page-size is 16, and 64 or 128 is wanted"),
     ({"disable_radix_cache": True}, {}, "SGLANG_KVDOCK is set: kvdock does not serve --disable-radix-cache"),
-    ({"pp_size": 2}, TP2["environ"], "runs as without it: kvdock does not serve pipeline parallelism under SGLang"),
+    (
+        {"pp_size": 2}, {**TP2["environ"], "SGLANG_PP_LAYER_PARTITION": "1,3"},
+        "runs as without it: kvdock needs pipeline stages of equally many layers, found [1, 3]",
+    ),
     ({}, {"KVDOCK_TRUSTED_UID": "me"}, "kvdock stands aside, and SGLang runs as without it: KVDOCK_TRUSTED_UID"),
 ], ids=["pages", "a cache", "stages", "a setting"])
 def test_one_variable_never_ends_an_engine(

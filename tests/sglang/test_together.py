@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from api_helpers import ServerProcess, eventually
-from engines import TP2, Engine
+from engines import PP2, TP2, Engine
 from stories import with_figures
 from whole_engines import HITS, OTHERS, PROMPTS, tokens_of
 
@@ -50,7 +50,7 @@ def asks(engine: Engine, server: ServerProcess, **how: Any) -> None:
         eventually(lambda: client.status().counters["lookups"] > before)
 
 
-@pytest.mark.parametrize("said", [{}, TP2], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize("said", [{}, TP2, PP2], ids=["one rank", "two ranks", "two stages"])
 def test_the_second_engine_loads_what_the_first_computes(
     said: dict[str, Any], models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_helpers import ServerProcess
-from engines import TP2, Engine, odd
-from whole_engines import HITS, PROMPTS, comes_back, prompts_of, tokens_of
+from api_helpers import ServerProcess, comes_true
+from engines import PP2, TP2, TP2_PP2, Engine, odd
+from whole_engines import HITS, NOTHING, OTHERS, PROMPTS, comes_back, prompts_of, tokens_of
 
 from kvdock.client.client import Client
 
@@ -76,7 +76,7 @@ def test_without_the_hook_the_verdict_comes_before_the_next_step(
         assert "kvdock's hooks do not reach Scheduler.process_batch_result" in engine.log_text()
 
 
-@pytest.mark.parametrize("loop", [{}, IN_TURN], ids=["overlap", "in turn"])
+@pytest.mark.parametrize("loop", [{}, IN_TURN, PP2], ids=["overlap", "in turn", "two stages"])
 def test_a_prompt_of_several_chunks_ends_with_its_load(
     loop: dict[str, Any], models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:
@@ -96,6 +96,44 @@ def test_a_prompt_of_several_chunks_ends_with_its_load(
         assert (tokens_of(found), cached) == (tokens_of(alone[1:]), [384]), "the damaged page is nowhere any more"
 
 
+@pytest.mark.parametrize("damaged", ["0", "1"], ids=["the first stage", "the last stage"])
+def test_all_stages_end_a_request_whose_load_has_failed_on_one(
+    damaged: str, models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """Ranks 0 and 1 are the first of each stage, and 2 and 3 the second."""
+    with Engine(models["llama"], server.unix, **told("DamagedLinker", tmp_path, TP2_PP2)) as engine:
+        local = warmed(engine, PROMPTS)
+        (tmp_path / "damage").write_text(damaged)
+        assert has_failed(engine.do("generate", prompts=PROMPTS[2:]))
+        assert not (tmp_path / "damage").exists()
+        found = engine.do("generate", prompts=PROMPTS)
+        assert found["why"] == ["length"] * 3 and tokens_of(found["runs"]) == tokens_of(local)
+        engine.drain()
+        assert comes_back(engine) == (local, HITS)
+
+
+def test_a_stage_that_cannot_load_is_promised_nothing_and_never_gives_tokens(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """If the first stage does not know that in time, the load fails on all stages."""
+    with Engine(models["llama"], server.unix, **told("ApartLinker", tmp_path, PP2)) as engine:
+        local = warmed(engine, PROMPTS)
+        (tmp_path / "apart").touch()
+        engine.generate(OTHERS[:1], new=1)  # the stage's next step says so
+        found = engine.do("generate", prompts=PROMPTS)
+        assert found["cached"] == NOTHING and tokens_of(found["runs"]) == tokens_of(local)
+        engine.drain()
+        (tmp_path / "apart").unlink()
+        assert comes_true(lambda: comes_back(engine) == (local, HITS))
+        engine.flush()
+        (tmp_path / "lost").touch()
+        assert has_failed(engine.do("generate", prompts=PROMPTS[:1]))
+        (tmp_path / "lost").unlink()
+        assert tokens_of(engine.generate(PROMPTS)[0]) == tokens_of(local)
+        engine.drain()
+        assert comes_back(engine) == (local, HITS)
+
+
 def test_a_request_that_is_retracted_before_a_bad_verdict_is_computed(
     models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:
@@ -112,11 +150,12 @@ def test_a_request_that_is_retracted_before_a_bad_verdict_is_computed(
         engine.flush()
 
 
+@pytest.mark.parametrize("ranks", [{}, PP2], ids=["one rank", "two stages"])
 def test_aborted_requests_leave_no_page_and_no_lease(
-    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+    ranks: dict[str, Any], models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:
     """They are aborted in the queue, with a load in progress, between two chunks, and in a step after a load."""
-    small = {"engine": {"max_total_tokens": 2048}}
+    small = {**ranks, "engine": {"max_total_tokens": 2048, **ranks.get("engine", {})}}
     many = [prompt for seed in (11, 12, 13) for prompt in prompts_of(seed)]
     long = [prompt + prompts_of(14 + at)[2] for at, prompt in enumerate(many)]
     with Engine(models["llama"], server.unix, **told("LateVerdictLinker", tmp_path, small)) as engine:

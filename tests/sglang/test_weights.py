@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from api_helpers import ServerProcess, comes_true
 from changed_weights import LONG_HITS, generate, longer, truth
-from engines import TP2, Engine, odd
+from engines import PP2, TP2, Engine, odd
 from whole_engines import HITS, NOTHING, prompts_of
 
 from kvdock.client.client import Client
@@ -79,7 +79,7 @@ def test_stores_that_are_queued_when_weights_change_are_not_filed_under_the_new_
 
 @pytest.mark.sweep("route")
 @pytest.mark.parametrize("route", ["rdma", "disk"])
-@pytest.mark.parametrize("how", [TP2], ids=["two ranks"])
+@pytest.mark.parametrize("how", [TP2, PP2], ids=["two ranks", "two stages"])
 def test_two_ranks_agree_about_each_change(
     route: str, how: dict[str, Any], models: dict[str, Path], server: ServerProcess
 ) -> None:
@@ -102,7 +102,7 @@ def test_two_ranks_agree_about_each_change(
             engine.drain()
 
 
-@pytest.mark.parametrize("how", [TP2], ids=["two ranks"])
+@pytest.mark.parametrize("how", [TP2, PP2], ids=["two ranks", "two stages"])
 def test_a_hook_that_one_rank_lacks_stops_all_of_them(
     how: dict[str, Any], models: dict[str, Path], server: ServerProcess
 ) -> None:

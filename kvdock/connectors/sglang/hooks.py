@@ -254,7 +254,7 @@ def _plan(original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) 
     from kvdock.connectors.sglang.lookups import next_batch
 
     linker.guard.meet(scheduler)
-    linker.verdicts.meet(scheduler)
+    linker.verdicts.meet(scheduler, linker.guard.in_force())
     batch, running = next_batch(linker.holding, original, scheduler, *more, **how)
     if batch is not None:
         linker.planned()

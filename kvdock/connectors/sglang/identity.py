@@ -105,19 +105,21 @@ def _named(adapter: Any) -> tuple[str, str]:
 
 
 def manifest_of(
-    model: Any, version: str, groups: Sequence[KVGroup], *, revision: str, page_tokens: int, ranks: int, kv_dtype: str,
-    parts: HeadParts | None = None,
+    model: Any, version: str, groups: Sequence[KVGroup], *, revision: str, page_tokens: int, shards: int, stages: int,
+    kv_dtype: str, parts: HeadParts | None = None,
 ) -> Manifest:
     """The manifest, which is equal on all ranks. Its token order names SGLang, so that no other engine shares its KV:
-    even if the order of elements is the same, SGLang's kernels round differently. `parts`: how KV is divided for all
-    tensor-parallel sizes."""
+    even if the order of elements is the same, SGLang's kernels round differently. `groups`: those of a stage;
+    `shards`: the ranks of a stage; `stages`: of the pipeline; `parts`: how KV is divided for all tensor-parallel sizes.
+    """
     of_rank = parts.of_worker if parts is not None else 1
-    writers = 1 if all(group.is_latent for group in groups) else parts.parts if parts is not None else ranks
+    writers = 1 if all(group.is_latent for group in groups) else parts.parts if parts is not None else shards
+    writers *= stages
     return Manifest(
         model=str((model.hf_config.architectures or ["unknown"])[0])[:MOST_LETTERS],
         revision=revision,
         kv_dtype=kv_dtype.removeprefix("torch."),
-        layers=sum(len(group.planes) for group in groups),
+        layers=sum(len(group.planes) for group in groups) * stages,
         kv_heads=model.get_total_num_kv_heads(),
         head_size=max(1, int(model.head_dim)),
         token_order=f"sglang {'.'.join(version.split('.')[:2])} {signature(groups, parts)}",
@@ -166,6 +168,7 @@ _HARMLESS = """
     schedule_low_priority_values_first priority_scheduling_preemption_threshold retraction_policy
     schedule_conservativeness swa_full_tokens_ratio max_mamba_cache_size mamba_full_memory_ratio
     mamba_max_states_per_path radix_eviction_policy radix_eviction_policy_config
+    pp_max_micro_batch_size
     disable_overlap_schedule num_continuous_decode_steps scheduler_recv_interval enable_mixed_chunk nccl_port
     dist_timeout dist_init_addr gated_launch_port nnodes node_rank tp_size dp_size attn_dp_size load_balance_method
     enable_dp_attention enable_dp_attention_local_control_broadcast enable_dp_lm_head device base_gpu_id gpu_id_step

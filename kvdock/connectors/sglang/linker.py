@@ -4,9 +4,10 @@
     --unified-cache-external-linker-config
         '{"linker": "KvdockLinker", "linker_module_path": "kvdock.connectors.sglang"}'
 
-SGLang calls the linkers of all ranks with the same arguments, and combines their answers: a request may load the pages
-that all ranks promise, and its load has failed if it has failed on one rank. Only rank 0 looks up at the server. The
-other ranks promise everything, so rank 0 decides.
+SGLang calls the linkers of all ranks with the same arguments, and combines the answers of the ranks of a pipeline's
+stage: a request may load the pages that all of them promise, and its load has failed if it has failed on one rank. Only
+rank 0 looks up at the server. The other ranks promise everything, so rank 0 decides; the later stages of a pipeline
+promise what the first one has promised (stages.py).
 
 Threads: SGLang's scheduler thread calls every method.
 """
@@ -44,7 +45,15 @@ from kvdock.connectors.sglang.loads import LayerCounter, Loads, QueuedLoad, Read
 from kvdock.connectors.sglang.lookups import Holding
 from kvdock.connectors.sglang.offloads import Offloads
 from kvdock.connectors.sglang.page_names import About, Naming, with_loadable
-from kvdock.connectors.sglang.pools import FULL, KVGroup, RankPools, divided, groups_of, part_layouts
+from kvdock.connectors.sglang.pools import (
+    FULL,
+    KVGroup,
+    RankPools,
+    divided,
+    groups_of,
+    part_layouts,
+    refuse_groups_of_stages,
+)
 from kvdock.connectors.sglang.rank_zero import RankZero
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.setup import Settings, drafts_of, refuse_what_is_not_supported, warn_of_version
@@ -63,7 +72,7 @@ class KvdockLinker(UnifiedCacheLinker):
     answers and does not accept it. Where kvdock cannot copy on this machine's device, it is an AsideLinker instead."""
 
     def __new__(cls, server_args: Any, params: Any, *, forward_stream: Any = None, **more: Any) -> Any:
-        kvcache, ranks = params.token_to_kv_pool_allocator.get_kvcache(), Ranks(_group_of(params))
+        kvcache, ranks = params.token_to_kv_pool_allocator.get_kvcache(), _ranks_of(params)
         try:
             Device.named(cls.device_of(kvcache))
         except NoCuda as why:
@@ -71,7 +80,7 @@ class KvdockLinker(UnifiedCacheLinker):
             usable = False
         else:
             usable = True
-        return super().__new__(cls) if ranks.all_agree(usable) else AsideLinker(kvcache, forward_stream)
+        return super().__new__(cls) if ranks.all_agree_at_start(usable) else AsideLinker(kvcache, forward_stream)
 
     @staticmethod
     def device_of(kvcache: Any) -> str:
@@ -83,8 +92,8 @@ class KvdockLinker(UnifiedCacheLinker):
         nonce: Callable[[], str] = lambda: uuid.uuid4().hex[:12], clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`nonce`: a random name; `clock`: a monotonic clock, in seconds; SGLang passes the others."""
-        self._ranks = Ranks(_group_of(params))
-        instance = self._ranks.share(f"sglang-{nonce()}")  # before anything that may be refused on one rank alone
+        self._ranks = _ranks_of(params)
+        instance = self._ranks.named(f"sglang-{nonce()}")  # before anything that may be refused on one rank alone
         warn_of_version(sglang.__version__)
         settings, model = Settings.load(extra_config or {}, os.environ), model_config_of(server_args)
         refuse_what_is_not_supported(server_args, params, model, [component.name for component in components])
@@ -92,6 +101,8 @@ class KvdockLinker(UnifiedCacheLinker):
         groups = groups_of(
             kvcache, params.page_size, params.swa_retain_window, drafts_of(params), params.req_to_token_pool
         )
+        if self._ranks.stages > 1:
+            refuse_groups_of_stages(groups)
         self.forward_stream, self.pools = forward_stream, {PoolName(group.transfer): kvcache for group in groups}
         self._figures = Figures(_prometheus() if params.enable_metrics else None)
         self._weights = RunningWeights(
@@ -133,9 +144,10 @@ class KvdockLinker(UnifiedCacheLinker):
         if device != "cpu":
             stream = int((self.forward_stream or torch.cuda.current_stream()).cuda_stream)  # the default stream is 0
         dependences = settings_set(args, record_fields(type(args))) | variables_set(os.environ)
+        shards, stages = self._ranks.shards, self._ranks.stages
         parts = self._head_parts(groups, model, device) if settings.any_tensor_parallel else None
         manifest = manifest_of(
-            model, sglang.__version__, groups, page_tokens=params.page_size, ranks=self._ranks.size, parts=parts,
+            model, sglang.__version__, groups, page_tokens=params.page_size, shards=shards, stages=stages, parts=parts,
             revision=revision(
                 args, model, dependences, weights_digest=settings.weights_digest, read_all=settings.read_all_weights
             ), kv_dtype=str(kvcache.dtype),
@@ -144,7 +156,10 @@ class KvdockLinker(UnifiedCacheLinker):
         layouts = [replace(layout, token_order=manifest.token_order) for layout in own]
         manifest = with_packing(manifest, layouts[: len(groups)], _pack(settings, device), Device.named(device))
         (instance, member), rank = names, self._ranks.rank
-        ranks = parts.own_ranks(rank, self._ranks.size) if parts is not None else (rank,)
+        ranks: tuple[int, ...] = (rank,)
+        if parts is not None:
+            own_shards = parts.own_ranks(self._ranks.shard, shards)
+            ranks = tuple(shard * stages + self._ranks.stage for shard in own_shards)
         name = str(args.served_model_name or args.model_path)[-100:]
         _, worker = open_worker(
             ConnectorSettings(
@@ -163,7 +178,7 @@ class KvdockLinker(UnifiedCacheLinker):
         if all(group.is_latent for group in groups):
             return None
         try:
-            return divided(groups, model.get_total_num_kv_heads(), self._ranks.size, device)
+            return divided(groups, model.get_total_num_kv_heads(), self._ranks.shards, device)
         except CannotShareSizes as why:
             if self._ranks.rank == 0:
                 log.warning("any_tensor_parallel: this engine shares KV only with others of its own size: %s", why)
@@ -181,12 +196,14 @@ class KvdockLinker(UnifiedCacheLinker):
                 self._zero.lookups.expect(rid, pages, about)
             return []
         self.holding.looked_up(rid)
-        if not may_look_up:
-            return []
-        if self._zero is None:
-            return list(range(1, len(pages) + 1))
-        found = self._zero.lookups.ask(rid, pages, about)
-        return [found] if found else []
+        if self._zero is not None:
+            promised = self._zero.lookups.ask(rid, pages, about) if may_look_up and self._is_ready() else 0
+        else:  # in a pipeline, rank 0 knows what the others may do
+            promised = len(pages) if may_look_up or self._ranks.stages > 1 else 0
+        promised = self._ranks.of_first_stage(promised)
+        if self._ranks.shard > 0:
+            return list(range(1, promised + 1))
+        return [promised] if promised else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         by_name = {str(one.name): one for one in transfers}
@@ -194,7 +211,7 @@ class KvdockLinker(UnifiedCacheLinker):
         shared: tuple[ServerEpoch, LoadPlan] | None = None
         started: tuple[Attachment, LoadPlan] | None = None
         may_load = self._may_share()
-        if self._zero is not None and may_load:
+        if self._zero is not None and may_load and self._is_ready():
             started = self._zero.lookups.begin_load(rid, len(pages))
             shared = (started[0].epoch, started[1]) if started is not None else None
         shared = self._ranks.share(shared)
@@ -205,10 +222,19 @@ class KvdockLinker(UnifiedCacheLinker):
             started = attachment, shared[1]
         if not self._ranks.all_agree(started is not None):
             return self._give_up(rid, started)
-        assert started is not None
+        if started is None:  # this rank is of a later stage
+            self._loads.refuse(rid)
+            return True
         indices = {name: one.device_indices for name, one in by_name.items()}
         self._loads.queue(QueuedLoad(rid, *started, indices, self._weights.epoch, pages))
         return True
+
+    def _is_ready(self) -> bool:
+        """Whether rank 0 may promise and store: in a pipeline, all ranks must be able to take part."""
+        attachment, notes = self._rank_pools.worker.session.attachment, self._ranks.notes
+        if notes is None:
+            return True
+        return attachment is not None and self.verdicts.are_in_force() and notes.all_attached(str(attachment.epoch))
 
     def _give_up(self, rid: str, started: tuple[Attachment, LoadPlan] | None) -> bool:
         """Some rank cannot load, so no rank loads, and SGLang computes the pages."""
@@ -261,6 +287,7 @@ class KvdockLinker(UnifiedCacheLinker):
         if self._zero is not None:
             full = by_name[FULL]
             may_store = self.fresh.may_store(full.keys, self.naming.parent, full.device_indices) and may_store
+            may_store = may_store and self._is_ready()
         self._offloads.offer(
             by_name[FULL].keys, self.naming.parent, {name: one.device_indices for name, one in by_name.items()},
             {name: len(one.keys) for name, one in by_name.items()}, self._ready().wait, may_store=may_store,
@@ -270,6 +297,11 @@ class KvdockLinker(UnifiedCacheLinker):
 
     def num_completed_offloads(self) -> int:
         """SGLang calls this in each iteration of its loop."""
+        self._ranks.step()
+        if self._ranks.notes is not None:
+            attachment = self._rank_pools.worker.session.attachment
+            may_take_part = self._may_share() or not self.guard.has_met
+            self._ranks.notes.attached(str(attachment.epoch) if attachment is not None and may_take_part else "")
         if self._zero is not None:
             self._zero.lookups.tick(self._loads.counter.batches)
             self._figures.add("attached", int(self._rank_pools.worker.session.attachment is not None))
@@ -360,9 +392,11 @@ class KvdockLinker(UnifiedCacheLinker):
         self._rank_pools.worker.session.client.close()
 
 
-def _group_of(params: Any) -> Any:
-    """The process group of the ranks that have one linker each."""
-    return params.attn_tp_cache_group or params.tp_cache_group
+def _ranks_of(params: Any) -> Ranks:
+    """The ranks of an engine, which have one linker each."""
+    return Ranks(
+        params.attn_tp_cache_group or params.tp_cache_group, params.pp_cache_group if params.pp_size > 1 else None
+    )
 
 
 def _pack(settings: Settings, device: str) -> str:
@@ -435,7 +469,7 @@ class KvdockLinkerOrNone(AsideLinker):
             log.error("kvdock stands aside, and SGLang runs as without it: %s", why)
         except Exception:  # whatever the constructor meets in a SGLang that it does not know
             log.exception("kvdock stands aside, and SGLang runs as without it: the engine is not as kvdock knows it")
-        if Ranks(_group_of(params)).all_agree(linker is not None):
+        if _ranks_of(params).all_agree_at_start(linker is not None):
             return linker
         if linker is not None:
             linker.close()

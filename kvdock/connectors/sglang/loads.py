@@ -6,6 +6,7 @@
 SGLang's scheduler thread does all of it but the reports. Another thread of Python would want the interpreter lock while
 SGLang launches the forward pass: each time it could wait for 5 ms (Python's switch interval), and SGLang's thread would
 wait meanwhile. A thread of kvdock's submits the copies only if the GPU has not computed the indices of the pages soon.
+In a pipeline, this thread also notes for the other stages how the copies have ended (stages.py).
 
 The forward pass asks for each layer's KV before it reads this KV. On a GPU, the forward pass's stream is then ordered
 after the copy of the layer's band, so loading and computing overlap; on a CPU, the forward pass waits for the copies of
@@ -32,6 +33,7 @@ from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.pools import KVGroup, RankPools
 from kvdock.connectors.sglang.ranks import Ranks
+from kvdock.connectors.sglang.stages import Notes
 from kvdock.connectors.sglang.verdicts import Verdicts
 from kvdock.connectors.worker import VERIFIED_BEFORE, Layers, Loading
 
@@ -59,9 +61,10 @@ class QueuedLoad:
 @dataclass
 class _Batch:
     loads: Sequence[QueuedLoad]
+    number: int
     is_outdated: bool
-    """The weights have changed, or are changing, since a load of the batch was promised: nothing is copied, and all its
-    loads fail."""
+    """The weights have changed, or are changing, since a load of the batch was promised, or this rank takes no part in
+    one of the loads: nothing is copied, and all its loads fail."""
     started_s: float
     submitted: Future[list[Loading]] = field(default_factory=Future)
     submit_s: float = 0.0
@@ -151,7 +154,8 @@ class Loads:
         self.counter = LayerCounter(count, self._wait_for_layer, any(group.has_slots for group in groups))
         self.verdicts = Verdicts(ranks)
         self._loading, self._settling = Background("kvdock-load"), Background("kvdock-settle")
-        self._queued: dict[str, QueuedLoad] = {}
+        self._queued: dict[str, QueuedLoad | None] = {}
+        """None: this rank takes no part in the load."""
         self._batches: dict[int, _Batch] = {}
         self._started = -1
         self._watched = -1
@@ -159,13 +163,18 @@ class Loads:
     def queue(self, load: QueuedLoad) -> None:
         self._queued[load.rid] = load
 
+    def refuse(self, rid: str) -> None:
+        """The first stage has begun a load in which this rank cannot take part: the loads of its batch fail."""
+        self._queued[rid] = None
+
     def cancel(self, rid: str) -> bool:
         """Gives the load up if it is queued. Returns whether it was."""
-        load = self._queued.pop(rid, None)
-        if load is None:
+        if rid not in self._queued:
             return False
-        self.give_up(load.attachment, load.plan)
-        self._ended(load, None)
+        load = self._queued.pop(rid)
+        if load is not None:
+            self.give_up(load.attachment, load.plan)
+            self._ended(load, None)
         return True
 
     def give_up(self, attachment: Attachment, plan: LoadPlan) -> None:
@@ -178,16 +187,21 @@ class Loads:
             return -1
         submits_now = all(one.submitted.done() for one in self._batches.values()) and ready.comes_soon(self._clock)
         self._started += 1
-        loads, now = tuple(self._queued.values()), self._weights
+        loads, now = tuple(load for load in self._queued.values() if load is not None), self._weights
         is_outdated = not now.may_share or any(load.epoch != now.epoch for load in loads)
         if is_outdated:
             log.warning("%s loads were promised for other weights than those of now: their requests end", len(loads))
-        batch = self._batches[self._started] = _Batch(loads, is_outdated, self._clock())
+        if refused := len(self._queued) - len(loads):
+            log.warning("%s loads fail, because this rank is not attached to their session", refused)
+        batch = _Batch(loads, self._started, is_outdated or refused > 0, self._clock())
+        self._batches[self._started] = batch
         self._queued.clear()
         if submits_now:
             self._submit(batch, ready)
         else:
             self._loading.run(self._submit, batch, ready)
+        if (notes := self._ranks.notes) is not None:
+            self._loading.run(self._note, batch, notes)
         return self._started
 
     def finish(self, index: int) -> bool:
@@ -195,8 +209,10 @@ class Loads:
         batch = self._batches.pop(index, None)
         if batch is None:
             return True
-        loadings = batch.submitted.result()
-        landed = self._ranks.all_agree(self._have_landed(batch, loadings))
+        loadings, notes = batch.submitted.result(), self._ranks.notes
+        landed = (
+            self._ranks.all_agree(self._have_landed(batch, loadings)) if notes is None else notes.all_landed(index)
+        )
         self._settling.run(self._settle, batch, loadings)
         took_s = batch.took_s(loadings, self._clock())
         for load, loading in zip(batch.loads, loadings, strict=False):  # none is copied if it is outdated
@@ -257,6 +273,10 @@ class Loads:
             batch.submit_s = self._clock() - batch.started_s
             batch.submitted.set_result(loadings)
 
+    def _note(self, batch: _Batch, notes: Notes) -> None:
+        """In the background: the other stages wait for this note, and this stage's thread may wait for them."""
+        notes.landed(batch.number, self._have_landed(batch, batch.submitted.result()))
+
     def _have_landed(self, batch: _Batch, loadings: Sequence[Loading]) -> bool:
         """Waits for the copies. Whether all loads of the batch are complete here."""
         try:
@@ -264,7 +284,7 @@ class Loads:
         except Exception:  # it must not end SGLang's thread
             log.exception("a load has no verdict")
             return False
-        return valid == [load.plan.hit_tokens for load in batch.loads]
+        return not batch.is_outdated and valid == [load.plan.hit_tokens for load in batch.loads]
 
     def _placed(self, load: QueuedLoad) -> LoadPlan:
         """The plan with block ids of SGLang's pages in place of the numbers of the load's pages."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
 from typing import Any
 
 from kvdock.connectors.background import Background
@@ -62,6 +63,16 @@ class _Offer:
     """Whether the server has all pages, or will have them when the plans are carried out. Set by rank 0."""
     ended: Future[bool] = field(default_factory=Future)
 
+    @property
+    def outcome(self) -> int:
+        """See Offloads._agreed."""
+        if not self.ended.done():
+            return _RUNS
+        return _IS_STORED if self.ended.exception() is None and self.ended.result() else _FAILED
+
+
+_RUNS, _FAILED, _IS_STORED = range(3)
+
 
 class Offloads:
     """`zero`: the state of rank 0; None in other ranks."""
@@ -75,6 +86,9 @@ class Offloads:
         self._offers: deque[_Offer] = deque()
         self._unshared: deque[_Offer] = deque()
         """Offers whose plans were not passed to all writers yet. Always empty if the engine has one writer."""
+        self._agreed: deque[int] = deque()
+        """In a pipeline, the outcomes of the oldest offers on the first stage, which hold on all stages: SGLang must
+        do the same with its tree on each."""
         self._count = 0
 
     def offer(
@@ -116,6 +130,8 @@ class Offloads:
         step."""
         if self._unshared:
             self._share()
+        if self._ranks.stages > 1:
+            return self._count_in_stages()
         count = 0
         for offer in self._offers:
             if not offer.ended.done():
@@ -126,11 +142,20 @@ class Offloads:
     def take_ended(self) -> bool:
         """Removes the oldest offer, which must have ended. Returns whether the server has all of its pages."""
         offer = self._offers.popleft()
-        ok = offer.ended.exception() is None and offer.ended.result()
+        ok = (self._agreed.popleft() if self._ranks.stages > 1 else offer.outcome) == _IS_STORED
         if self._zero is not None:
             failed = "stores_failed" if offer.may_store and self._is_current(offer) else "stores_outdated"
             self._figures.add("store_tokens" if ok else failed, self._tokens(offer) if ok else 1)
         return ok
+
+    def _count_in_stages(self) -> int:
+        """As many offers as have ended on the first stage. A later stage waits until its own copies have ended."""
+        if self._offers:
+            outcomes = self._ranks.least([offer.outcome for offer in self._offers])
+            self._agreed = deque(takewhile(lambda outcome: outcome != _RUNS, outcomes))
+        for offer in islice(self._offers, len(self._agreed)):
+            offer.ended.exception()
+        return len(self._agreed)
 
     def _is_current(self, offer: _Offer) -> bool:
         """Whether the weights of the offer are the present ones. May be called from any thread."""
@@ -153,6 +178,7 @@ class Offloads:
                 offer.ended.exception()
         self._offers.clear()
         self._unshared.clear()
+        self._agreed.clear()
 
     def close(self) -> None:
         self.reset()
@@ -216,9 +242,10 @@ class Offloads:
         for ok, orders in self._ranks.share(ready):
             offer = self._unshared.popleft()
             if self._zero is None:
-                offer.plans = self._attached(orders) if offer.may_store else []
+                takes_part = offer.may_store or self._ranks.stages > 1  # where no rank hears of another's refusal
+                offer.plans = self._attached(orders) if takes_part else []
                 offer.reserved.set_result(ok)
-            if not orders or self._ranks.all_agree(len(offer.plans) == len(orders)):
+            if not orders or self._ranks.stages > 1 or self._ranks.all_agree(len(offer.plans) == len(orders)):
                 self._writing.run(self._write, offer)
                 continue
             for attachment, plan in offer.plans:  # a rank does not take part: no rank writes
@@ -248,7 +275,7 @@ class Offloads:
                 try:
                     if not self._worker.writes:
                         continue  # another rank has the same heads, and stores them
-                    if self._is_current(offer):
+                    if self._is_current(offer) and offer.may_store:
                         self._store(attachment, _placed(plan, pages))
                     else:
                         self._worker.session.abort(attachment, plan.reservation, self._worker.ranks)

@@ -2,7 +2,8 @@
 
 Full attention is one group. The layers with a sliding window have a pool of their own, which is a second group: SGLang
 keeps only the last tokens of the window, and asks for no others. A draft model's layers are a group that has the same
-pages as the target's full attention. Of recurrent states (Mamba, linear attention), SGLang keeps for each node of its
+pages as the target's full attention. So are the keys of the indexer of sparse attention (DSA), which chooses the tokens
+that are attended to. Of recurrent states (Mamba, linear attention), SGLang keeps for each node of its
 tree the state after the node's last token, in a slot. So a hit can end only after such a token. kvdock describes a
 state as a window of one token, and each tensor of the state as a group.
 """
@@ -27,6 +28,12 @@ FULL, SWA, STATES = "kv", "swa", "mamba"
 """SGLang's names of the transfers (PoolName)."""
 BY_HEADS = "TWO_X_NL_X_NBBS_NH_HS"
 """The format of pools that have heads."""
+ALIKE = "NL_X_NBBS_ONE_HS"
+"""The format of pools that have the same for all heads."""
+SPARSE = "DSATokenToKVPool"
+"""SGLang's pool of latents (MLA) with an indexer's keys (DeepSeek-V3.2, GLM-5)."""
+CHOSEN_BLOCKS = "MiniMaxSparseKVPool"
+"""SGLang's pool of attention with an indexer that chooses blocks of tokens (MiniMax-M3)."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +119,14 @@ def groups_of(
     pool of requests, which has the recurrent states. Raises NotSupportedError for a pool that is not known."""
     groups = list(_targets(kvcache, page_tokens, window_tokens, requests))
     for draft in drafts:
-        group = _group(FULL, draft, page_tokens, range(_layers_of(draft)))
-        if group.layout.num_blocks != groups[0].layout.num_blocks:
+        groups += [replace(group, is_draft=True) for group in _of_pages(draft, page_tokens)]
+    for group in groups:
+        if group.transfer == FULL and group.layout.num_blocks != groups[0].layout.num_blocks:
+            whose = "a draft" if group.is_draft else "an indexer"
             raise NotSupportedError(
-                f"kvdock finds {group.layout.num_blocks} pages of a draft's KV, and as many as the target's "
+                f"kvdock finds {group.layout.num_blocks} pages of {whose}'s KV, and as many as the target's "
                 f"{groups[0].layout.num_blocks} are wanted."
             )
-        groups.append(replace(group, is_draft=True))
     return tuple(groups)
 
 
@@ -130,8 +138,7 @@ def _targets(
         attention = _group(FULL, kvcache.full_kv_pool, page_tokens, of_attention)
         return (attention, *_states(requests, page_tokens))
     if type(kvcache).__name__ != "SWAKVPool":
-        layers = range(_layers_of(kvcache))
-        return (_group(FULL, kvcache, page_tokens, list(layers)),)
+        return _of_pages(kvcache, page_tokens)
     if window_tokens is None:
         raise NotSupportedError("kvdock finds a pool of a sliding window, and no length of the window.")
     mapped = kvcache.layers_mapping
@@ -145,6 +152,63 @@ def _targets(
         _group(FULL, kvcache.full_kv_pool, page_tokens, full),
         _group(SWA, kvcache.swa_kv_pool, page_tokens, swa, window_tokens),
     )
+
+
+def refuse_groups_of_stages(groups: Sequence[KVGroup]) -> None:
+    """Raises NotSupportedError for groups of which the stages of a pipeline may have parts of other sizes."""
+    if len(groups) > 1:
+        raise NotSupportedError(
+            f"kvdock serves pipelines with one KV group under SGLang, and found {len(groups)}: tensor parallelism is "
+            "wanted."
+        )
+
+
+def _of_pages(pool: Any, page_tokens: int) -> tuple[KVGroup, ...]:
+    """The groups of a pool of full attention."""
+    if type(pool).__name__ == CHOSEN_BLOCKS:
+        return _of_chosen_blocks(pool, page_tokens)
+    group = _group(FULL, pool, page_tokens, range(_layers_of(pool)))
+    if type(pool).__name__ != SPARSE:
+        return (group,)
+    if pool.index_kpool != 1:
+        raise NotSupportedError(
+            f"kvdock does not serve an indexer with one key for {pool.index_kpool} tokens under SGLang, which keeps "
+            "the last tokens of each request elsewhere: one key for each token is wanted."
+        )
+    keys = pool.index_k_with_scale_buffer
+    layers = [layer for layer, of_layer in enumerate(keys) if of_layer.shape[0]]  # the others use the choice of these
+    if not layers:
+        return (group,)
+    layout = _layout_of_rows([keys[layer] for layer in layers], page_tokens, "keys of an indexer")
+    return group, KVGroup(FULL, layout, {layer: at for at, layer in enumerate(layers)}, is_latent=True)
+
+
+def _of_chosen_blocks(pool: Any, page_tokens: int) -> tuple[KVGroup, ...]:
+    """The groups of a pool that has the KV of an indexer beside that of attention: its keys and values for some layers,
+    and its keys alone for others."""
+    groups = [_group(FULL, pool.main_pool, page_tokens, range(_layers_of(pool.main_pool)))]
+    for indexer, mapped in (
+        (pool.index_kv_pool, pool.index_kv_layer_id_mapping), (pool.index_k_pool, pool.index_k_layer_id_mapping),
+    ):
+        if indexer is not None:
+            layers = [layer - pool.start_layer for layer in sorted(mapped, key=mapped.get)]
+            groups.append(_group(FULL, indexer, page_tokens, layers))
+    return tuple(groups)
+
+
+def _layout_of_rows(rows: Sequence[Any], page_tokens: int, what: str) -> PagedLayout:
+    """Describes tensors of bytes, one a layer, of which a row is a block. `what` they are: for the error."""
+    if rows[0].shape[1] % page_tokens:
+        raise NotSupportedError(
+            f"kvdock cannot describe {what} of {rows[0].shape[1]} bytes: a multiple of --page-size {page_tokens} is "
+            "wanted."
+        )
+    try:
+        return paged_layout(
+            "NL_X_NB_BS_HS", [one.unflatten(1, (page_tokens, -1)) for one in rows], block_tokens=page_tokens
+        )
+    except LayoutError as error:
+        raise NotSupportedError(f"kvdock cannot describe SGLang's {what}: {error}.") from error
 
 
 def _states(requests: Any, page_tokens: int) -> list[KVGroup]:
@@ -174,17 +238,7 @@ def _states(requests: Any, page_tokens: int) -> list[KVGroup]:
                 "kvdock cannot describe recurrent states whose bytes are not in order within a slot: a MambaPool whose "
                 "tensors are contiguous is wanted."
             )
-        if rows[0].shape[1] % page_tokens:
-            raise NotSupportedError(
-                f"kvdock cannot describe a recurrent state of {rows[0].shape[1]} bytes: a multiple of --page-size "
-                f"{page_tokens} is wanted."
-            )
-        try:
-            layout = paged_layout(
-                "NL_X_NB_BS_HS", [one.unflatten(1, (page_tokens, -1)) for one in rows], block_tokens=page_tokens
-            )
-        except LayoutError as error:
-            raise NotSupportedError(f"kvdock cannot describe SGLang's recurrent states: {error}.") from error
+        layout = _layout_of_rows(rows, page_tokens, "recurrent states")
         planes = {layer: at for at, layer in enumerate(layers)}
         groups.append(KVGroup(STATES, layout, planes, window_tokens=1))
     return groups
@@ -207,13 +261,16 @@ def _group(
             return KVGroup(
                 transfer, layout, {layer: 2 * at + 1 for at, layer in enumerate(layers)}, window_tokens
             )
-        if kind == "MLATokenToKVPool":
-            layout = paged_layout("NL_X_NBBS_ONE_HS", list(pool.kv_buffer), block_tokens=page_tokens)
-            return KVGroup(transfer, layout, {layer: at for at, layer in enumerate(layers)}, window_tokens, True)
+        planes = {layer: at for at, layer in enumerate(layers)}
+        if kind in ("MLATokenToKVPool", SPARSE):
+            layout = paged_layout(ALIKE, list(pool.kv_buffer), block_tokens=page_tokens)
+            return KVGroup(transfer, layout, planes, window_tokens, is_latent=True)
+        if kind == "MHATokenToKOnlyPool":
+            return KVGroup(transfer, paged_layout(ALIKE, list(pool.k_buffer), block_tokens=page_tokens), planes)
     except LayoutError as error:
         raise NotSupportedError(f"kvdock cannot describe SGLang's {kind}: {error}.") from error
     raise NotSupportedError(
-        f"kvdock does not know what SGLang keeps in a {kind}: an MHATokenToKVPool without scales, an MLATokenToKVPool "
-        "or a SWAKVPool of these is wanted."
+        f"kvdock does not know what SGLang keeps in a {kind}: an MHATokenToKVPool without scales, an MLATokenToKVPool, "
+        f"a {SPARSE}, a {CHOSEN_BLOCKS} or a SWAKVPool of the first two is wanted."
     )
 

@@ -22,7 +22,8 @@ EXTRA = "linker_extra_config"
 PAGES = (64, 128)
 """The page sizes, in tokens, that kvdock serves, because a page is a chunk: finding a smaller one costs more than
 computing it."""
-MOST_RANKS = 128
+MOST_STAGES = 2
+"""With more, the first stage could wait for a load of the last one, which waits for the first."""
 DRAFTS_WITHOUT_KV = (None, "NGRAM")
 
 
@@ -58,12 +59,14 @@ def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components:
             "wanted."
         )
     for what, found in (
-        ("pipeline parallelism", params.pp_size), ("context parallelism of attention", params.attn_cp_size),
+        ("context parallelism of attention", params.attn_cp_size),
         ("context parallelism of decoding", getattr(args, "dcp_size", 1) or 1),
         ("several nodes", getattr(args, "nnodes", 1)),
     ):
         if found > 1:
             raise NotSupportedError(f"kvdock does not serve {what} under SGLang: found {found}, and 1 is wanted.")
+    if params.pp_size > 1:
+        _refuse_stages(args, params, model, components)
     if "MAMBA" in components and (args.speculative_algorithm is not None or "SWA" in components):
         found = "sliding windows" if "SWA" in components else f"--speculative-algorithm {args.speculative_algorithm}"
         raise NotSupportedError(
@@ -83,6 +86,35 @@ def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components:
     for name, why in UNSERVED.items():
         if is_set(args, name):
             raise NotSupportedError(f"kvdock does not serve --{name.replace('_', '-')} under SGLang: {why}.")
+
+
+def _refuse_stages(args: Any, params: Any, model: Any, components: Collection[str]) -> None:
+    """Raises NotSupportedError unless all stages have parts of equal size: a part is the KV of a page in one stage."""
+    if params.pp_size > MOST_STAGES:
+        raise NotSupportedError(
+            f"kvdock serves pipelines of up to {MOST_STAGES} stages under SGLang: --pp-size is {params.pp_size}."
+        )
+    if {*components} != {"FULL"}:
+        found = ", ".join(sorted({*components} - {"FULL"}))
+        raise NotSupportedError(
+            f"kvdock serves pipeline parallelism with one kind of KV under SGLang, and found {found} beside it: tensor "
+            "parallelism is wanted."
+        )
+    if args.speculative_algorithm is not None:
+        raise NotSupportedError(
+            "kvdock does not serve pipeline parallelism beside --speculative-algorithm "
+            f"{args.speculative_algorithm} under SGLang, where the last stage alone has drafts: tensor parallelism is "
+            "wanted."
+        )
+    from sglang.srt.distributed.utils import get_pp_indices
+
+    ends = [get_pp_indices(model.num_hidden_layers, stage, params.pp_size) for stage in range(params.pp_size)]
+    layers = [end - first for first, end in ends]
+    if len(set(layers)) > 1:
+        raise NotSupportedError(
+            f"kvdock needs pipeline stages of equally many layers, found {layers}: a --pp-size that divides "
+            f"{sum(layers)} is wanted, and no SGLANG_PP_LAYER_PARTITION."
+        )
 
 
 def is_set(args: Any, name: str) -> bool:

@@ -199,6 +199,11 @@ class Guard:
             self._scheduler = scheduler
             self._prove()  # nothing was computed before
 
+    @property
+    def has_met(self) -> bool:
+        """Whether the scheduler has planned a batch, so that the hooks were tested."""
+        return self._scheduler is not None
+
     def in_force(self) -> bool:
         """Whether all hooks are in force. Proves them again if SGLang's methods have changed since the last proof. If a
         hook is not in force, the weights count as changed, because a change may have gone unnoticed."""

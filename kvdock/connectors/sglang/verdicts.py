@@ -64,15 +64,17 @@ class Verdicts:
         self._failed: list[tuple[Any, bool]] = []
         """The requests with a bad verdict whose batch's result was not processed yet, as in _Launched."""
 
-    def meet(self, scheduler: Any) -> None:
-        """The engine's scheduler plans a batch. Proves that the hooks are in force when it plans its first one."""
+    def meet(self, scheduler: Any, may_share: bool = True) -> None:
+        """The engine's scheduler plans a batch. Proves that the hooks are in force when it plans its first one.
+        `may_share`: whether this rank may load at all. The stages of a pipeline load only with deferred verdicts: the
+        first stage would otherwise wait for a load that a later one has not begun."""
         if self._scheduler is scheduler:
             return
         self._scheduler, self._proven = scheduler, []
         methods = [(scheduler, name) for name in (RESULTS, CHUNKS)]
         methods += [(scheduler.tree_cache, name) for name in (ASKS, RELEASES, FREES, INSERTS)]
         missing = [f"{type(of).__name__}.{name}" for of, name in methods if not _is_hooked(of, name)]
-        if self._ranks.all_agree(not missing):
+        if self._ranks.all_agree_at_start(not missing and (may_share or self._ranks.stages == 1)):
             self._proven = [(type(of), name, getattr(type(of), name)) for of, name in methods]
         else:
             _warn(", ".join(missing) or "a method on another rank")
@@ -82,7 +84,7 @@ class Verdicts:
         those that have failed as far as is known: none if the verdict is deferred."""
         wrapper = cache.linker
         loading = [(req, req.skip_radix_cache_insert) for req in reqs if req.rid in wrapper.inflight_load_rids]
-        if not loading or not self._are_in_force():
+        if not loading or not self.are_in_force():
             return ask(cache, reqs)
         self._launched.append(
             _Launched(ask, cache, loading, wrapper.inflight_load_rids, wrapper.inflight_load_index)
@@ -123,7 +125,7 @@ class Verdicts:
             if any(req is self._scheduler.chunked_req for req in failed):
                 self._scheduler._pending_chunked_abort_req = self._scheduler.chunked_req  # as run_batch does
 
-    def _are_in_force(self) -> bool:
+    def are_in_force(self) -> bool:
         """Whether the hooks are in force still. Ranks run the same code, so they find the same."""
         replaced = [name for owner, name, method in self._proven if getattr(owner, name, None) is not method]
         if replaced:

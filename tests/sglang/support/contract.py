@@ -36,9 +36,11 @@ import torch
 from linker_checks import LINKER_CHECKS, found, scheduler
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
     HybridLinearKVPool,
     HybridReqToTokenPool,
     MHATokenToKVPool,
+    MiniMaxSparseKVPool,
     MLATokenToKVPool,
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
@@ -53,7 +55,10 @@ from kvdock.connectors.sglang import lookups
 from kvdock.connectors.sglang.linker import KvdockLinker
 
 PAGE, PAGES, LAYERS, WINDOW = 64, 64, 3, 128
-GROUPS = {"mha": ("kv",), "mla": ("kv",), "window": ("kv", "swa"), "draft": ("kv",), "state": ("kv", "mamba")}
+GROUPS = {
+    "mha": ("kv",), "mla": ("kv",), "sparse": ("kv",), "blocks": ("kv",), "window": ("kv", "swa"), "draft": ("kv",),
+    "state": ("kv", "mamba"),
+}
 """By kind; "large" is another, in which a load takes as long as a short step: 2 GiB on a GPU."""
 WINDOWS = {"swa": WINDOW, "mamba": 1}
 HEADS: dict[str, Any] = {"page_size": PAGE, "dtype": torch.float32, "device": DEVICE, "enable_memory_saver": False}
@@ -63,6 +68,16 @@ def pool_of(kind: str) -> Any:
     size = (PAGES - 1) * PAGE  # SGLang adds a page
     if kind == "mla":
         return MLATokenToKVPool(size=size, kv_lora_rank=32, qk_rope_head_dim=16, layer_num=LAYERS, **HEADS)
+    if kind == "sparse":  # the second layer uses the first one's choice
+        return DSATokenToKVPool(
+            size=size, kv_lora_rank=64, qk_rope_head_dim=16, layer_num=LAYERS, index_head_dim=128, kv_cache_dim=80,
+            index_buf_size=size, skip_topk_layers=[False, True, False], **{**HEADS, "dtype": torch.bfloat16},
+        )
+    if kind == "blocks":
+        return MiniMaxSparseKVPool(
+            size=size, head_num=2, head_dim=16, idx_head_dim=32, dense_layer_ids=[0], sparse_layer_ids=[1, 2],
+            disable_value_sparse_layer_ids=[1], start_layer=0, end_layer=LAYERS, index_dtype=torch.bfloat16, **HEADS,
+        )
     if kind in ("mha", "draft"):
         return MHATokenToKVPool(size=size, head_num=2, head_dim=16, layer_num=LAYERS, **HEADS)
     if kind == "large":
@@ -213,8 +228,9 @@ class Subject:
         args.resolve_once()
         params = SimpleNamespace(
             page_size=PAGE, token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self.pool), pp_size=1,
-            attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None, sidecar_draft_device_pools=self.drafts,
-            mtp_draft_device_pools=(), swa_retain_window=WINDOW if "swa" in self._groups else None,
+            pp_cache_group=None, attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None,
+            sidecar_draft_device_pools=self.drafts, mtp_draft_device_pools=(),
+            swa_retain_window=WINDOW if "swa" in self._groups else None,
             enable_metrics=False, req_to_token_pool=self.states, enable_kv_cache_events=False, is_eagle=False,
         )
         names = {"kv": "FULL", "swa": "SWA", "mamba": "MAMBA"}
@@ -238,13 +254,16 @@ class Subject:
         elif len(self._groups) > 1:
             pool = pool.swa_kv_pool if is_second else pool.full_kv_pool
         planes = [buffer for draft in self.drafts for buffer in (*draft.k_buffer, *draft.v_buffer)]
-        planes += pool.kv_buffer if hasattr(pool, "kv_buffer") else [*pool.k_buffer, *pool.v_buffer]
-        return [plane[block * PAGE : (block + 1) * PAGE] for plane in planes]
+        for of in (pool.main_pool, pool.index_kv_pool, pool.index_k_pool) if hasattr(pool, "main_pool") else (pool,):
+            for name in ("kv_buffer", "k_buffer", "v_buffer"):
+                planes += getattr(of, name, [])
+        rows = [plane[block * PAGE : (block + 1) * PAGE] for plane in planes]
+        return rows + [keys[block : block + 1] for keys in getattr(pool, "index_k_with_scale_buffer", ()) if len(keys)]
 
     def fill(self, block: int, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)
         for rows in self._rows(block):
-            rows.copy_(torch.randn(rows.shape, generator=source))
+            rows.copy_(torch.randn(rows.shape, generator=source) * (1 if rows.is_floating_point() else 64))
 
     def contents(self, block: int) -> bytes:
         rows = [row.cpu().contiguous().view(torch.uint8) for row in self._rows(block)]

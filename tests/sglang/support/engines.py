@@ -26,6 +26,9 @@ MARK = pytest.mark.sglang
 
 TP2 = {"engine": {"tp_size": 2}, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
 """What an engine of two ranks is told."""
+PP2 = {"engine": {"pp_size": 2}, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}}
+"""What an engine of two stages is told."""
+TP2_PP2 = {"engine": {"tp_size": 2, "pp_size": 2}, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1"}}
 
 
 def odd(linker: str, folder: Path) -> dict[str, Any]:

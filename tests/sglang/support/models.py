@@ -14,7 +14,7 @@ from tiny_models import write_adapter, write_tokenizer
 
 VOCABULARY = 600
 COMMON = {
-    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "initializer_range": 0.3,
     "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32",
 }
@@ -42,7 +42,7 @@ def make(kind: str, folder: str) -> None:
     elif kind == "window":
         layers = ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"]
         config = transformers.MellumConfig(
-            **{**COMMON, "num_hidden_layers": 4}, head_dim=16, sliding_window=128, layer_types=layers,
+            **COMMON, head_dim=16, sliding_window=128, layer_types=layers,
             mlp_layer_types=["dense"] * 4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
         )
         model = transformers.MellumForCausalLM(config)
@@ -50,7 +50,7 @@ def make(kind: str, folder: str) -> None:
         layers = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
         common, width, state = (COMMON, 16, 16) if kind == "states" else (WIDE, 64, 128)
         config = transformers.Qwen3NextConfig(
-            **{**common, "num_hidden_layers": 4}, head_dim=width, layer_types=layers, full_attention_interval=2,
+            **common, head_dim=width, layer_types=layers, full_attention_interval=2,
             num_experts=4, num_experts_per_tok=2, moe_intermediate_size=2 * width, shared_expert_intermediate_size=0,
             linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=state, linear_value_head_dim=state,
         )
@@ -60,7 +60,7 @@ def make(kind: str, folder: str) -> None:
         common, rank, rope, width = (COMMON, 32, 16, 16) if kind == "mla" else (WIDE, 512, 64, 128)
         config = transformers.DeepseekV2Config(
             **common, rope_parameters=yarn, kv_lora_rank=rank, q_lora_rank=None, qk_rope_head_dim=rope,
-            qk_nope_head_dim=width, v_head_dim=width, first_k_dense_replace=3, moe_layer_freq=1, n_routed_experts=4,
+            qk_nope_head_dim=width, v_head_dim=width, first_k_dense_replace=4, moe_layer_freq=1, n_routed_experts=4,
             num_experts_per_tok=2, moe_intermediate_size=32,
         )
         model = transformers.DeepseekV2ForCausalLM(config)

@@ -24,17 +24,38 @@ def happens(what: str) -> bool:
 
 
 class DamagedLinker(KvdockLinker):
-    """Damages a stored byte between the promise of a load and the load, once. It is rank 0's alone."""
+    """Damages a stored byte between the promise of a load and the load, once: rank 0's, or that of the rank whose
+    number the file has."""
 
     def start_layer_wise_loading(self) -> int:
         if self._ranks.rank == 0 and self._loads._queued and happens("damage"):
+            writer = int((Path(os.environ["KVDOCK_ODD"]) / "damage").read_text() or 0)
             for load in self._loads._queued.values():
-                part = load.plan.pieces[-1].parts[0]
+                part = load.plan.pieces[-1].parts[writer]
                 address = load.attachment.segments.address(part.segment, part.offset, part.length)
                 byte = ctypes.c_ubyte.from_address(address + 5)
                 byte.value ^= 1
             (Path(os.environ["KVDOCK_ODD"]) / "damage").unlink()
         return super().start_layer_wise_loading()
+
+
+class ApartLinker(KvdockLinker):
+    """The last stage is attached to no session, and says so ("apart") or does not ("lost")."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        if self._ranks.stage == 0:
+            return
+        session, notes = self._rank_pools.worker.session, self._ranks.notes
+        attachment_to, attached = session.attachment_to, notes.attached
+
+        def lost(epoch: Any) -> Any:
+            return None if happens("lost") else attachment_to(epoch)
+
+        def told(session: str) -> None:
+            attached("" if happens("apart") else session)
+
+        session.attachment_to, notes.attached = lost, told  # type: ignore[method-assign]  # for this process alone
 
 
 PATIENCE_S = 3.0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ENGINE_PYTHON, HERE, TP2
+from engines import ENGINE_PYTHON, HERE, PP2, TP2, TP2_PP2
 from paths import SUPPORT
 from whole_engines import HITS, LATER, NEVER, WITH, Load
 
@@ -28,13 +28,19 @@ LOADS = [
     pytest.param(Load("llama", TP2, TP2, shape=(1, 2)), id="two ranks", marks=pytest.mark.sweep),
     pytest.param(Load("mla", TP2, reads_the_same=False), id="latent", marks=pytest.mark.any_tp),  # one rank stores
     pytest.param(Load("states", TP2, TP2, shape=(3, 2)), id="states"),
+    pytest.param(Load("llama", PP2, PP2, shape=(1, 2)), id="two stages"),
+    pytest.param(Load("mla", TP2_PP2, TP2_PP2, shape=(1, 2)), id="two stages of two ranks, latent"),
+    pytest.param(Load("llama", TP2_PP2, TP2_PP2, shape=(1, 4)), id="two stages of two ranks", marks=pytest.mark.sweep),
 ]
 TIERED = [
     pytest.param("llama", {}, id="attention", marks=pytest.mark.sweep), pytest.param("window", {}, id="window"),
     pytest.param("states", {}, id="states"), pytest.param("llama", TP2, id="two ranks"),
-    pytest.param("mla", TP2, id="latent", marks=pytest.mark.sweep),
+    pytest.param("mla", TP2, id="latent", marks=pytest.mark.sweep), pytest.param("llama", PP2, id="two stages"),
 ]
-RANKS = [pytest.param(TP2, id="two ranks"), pytest.param({}, id="one rank", marks=pytest.mark.sweep)]
+RANKS = [
+    pytest.param(TP2, id="two ranks"), pytest.param(PP2, id="two stages"),
+    pytest.param({}, id="one rank", marks=pytest.mark.sweep),
+]
 
 
 def on_no_gpu(folder: Path) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def bring_pokes() -> None:
     def take_the_updates_place(self: Any, only_rank: int | None = None, calls_through: bool = False) -> None:
         """As a plugin does it that comes late and knows no registry."""
         before = SchedulerWeightUpdaterManager.update_weights_from_disk
-        if only_rank in (None, get_parallel().tp_rank):
+        if only_rank in (None, get_parallel().tp_rank + get_parallel().pp_rank):
 
             def update(updater: Any, request: Any) -> Any:
                 return before(updater, request) if calls_through else None

@@ -1,0 +1,125 @@
+"""Messages between the stages of a pipeline, each of which has all of SGLang's schedulers plan the same batches.
+
+    stage 0 ── decisions, in the order of SGLang's calls ──► stage 1 ──► stage 2
+    every rank ── notes ──► a store that all ranks read
+
+The first stage is ahead of the others: it plans the next batch while the last stage still plans the one before. So it
+decides, and a later stage receives its decisions and follows them. The first stage does not wait for the later ones,
+because they need what it sends after that. What it needs to know of them is in notes: each rank notes the session to
+which it is attached, and the outcomes of its loads.
+
+Invariant: whether a stage passes a decision on follows from SGLang's calls and earlier decisions alone, so every stage
+receives as many as the one before it has sent.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+log = logging.getLogger("kvdock.sglang")
+
+T = TypeVar("T")
+
+TAG = 0x6B76
+"""The tag of kvdock's messages in SGLang's process group, which uses others."""
+STEPS_BEHIND = 2
+"""After so many steps of the scheduler's loop, the next stage has received a message: SGLang's own messages to it wait
+for it, too."""
+KEPT_OUTCOMES = 256
+"""How many outcomes of loads a rank leaves in the store. The stages are fewer batches apart."""
+PATIENCE_S = 60.0
+
+
+class Decisions:
+    """Passes decisions from each stage to the next one. `group`: a torch.distributed process group with one rank of
+    each stage, in the order of the stages."""
+
+    def __init__(self, group: Any) -> None:
+        import torch.distributed as distributed
+
+        self._distributed, self._group = distributed, group
+        self.stage, self.stages = distributed.get_rank(group=group), distributed.get_world_size(group=group)
+        self._sent: deque[list[Any]] = deque([[]])
+        """By step, the messages in transit, which must stay in memory."""
+
+    def passed_on(self, value: T) -> T:
+        """Returns the first stage's `value` in every stage."""
+        if self.stage > 0:
+            value = self._receive()
+        if self.stage + 1 < self.stages:
+            self._send(value)
+        return value
+
+    def step(self) -> None:
+        """A step of the scheduler's loop begins."""
+        self._sent.append([])
+        while len(self._sent) > STEPS_BEHIND + 1:
+            for work, _ in self._sent.popleft():
+                work.wait()
+
+    def _send(self, value: object) -> None:
+        import torch
+
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        for message in (torch.tensor([len(data)]), data):
+            work = self._distributed.isend(message, group=self._group, group_dst=self.stage + 1, tag=TAG)
+            self._sent[-1].append((work, message))
+
+    def _receive(self) -> Any:
+        import torch
+
+        length = torch.zeros(1, dtype=torch.int64)
+        self._distributed.recv(length, group=self._group, group_src=self.stage - 1, tag=TAG)
+        data = torch.zeros(int(length.item()), dtype=torch.uint8)
+        self._distributed.recv(data, group=self._group, group_src=self.stage - 1, tag=TAG)
+        return pickle.loads(data.numpy().tobytes())
+
+
+class Notes:
+    """What the ranks of an engine note for each other. `store`: a torch.distributed Store that all of them reach; it
+    has no other notes. `rank`: this rank, of `ranks`."""
+
+    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+        self._reads, self._writes = store, store.clone()  # a connection that waits serves nothing else
+        self._rank, self._ranks = rank, range(ranks)
+        self._session: str | None = None
+        self._are_there = False
+
+    def attached(self, session: str) -> None:
+        """This rank takes part in loads of this session from now on; empty: in none. Called in SGLang's thread."""
+        if session != self._session:
+            self._session = session
+            self._writes.set(f"session {self._rank}", session)
+
+    def all_attached(self, session: str) -> bool:
+        """Whether all ranks have noted this session last."""
+        keys = [f"session {rank}" for rank in self._ranks]
+        self._are_there = self._are_there or self._reads.check(keys)
+        return self._are_there and set(self._reads.multi_get(keys)) == {session.encode()}
+
+    def landed(self, number: int, ok: bool) -> None:
+        """This rank's loads of the batch of that number have ended. From any thread; in the order of the batches."""
+        self._writes.set(f"landed {number} {self._rank}", "1" if ok else "0")
+        if number >= KEPT_OUTCOMES:
+            self._writes.delete_key(f"landed {number - KEPT_OUTCOMES} {self._rank}")
+
+    def all_landed(self, number: int) -> bool:
+        """Waits until the loads of the batch have ended on all ranks. Returns whether all are complete."""
+        keys = [f"landed {number} {rank}" for rank in self._ranks]
+        while not self._waited(keys):
+            log.warning("loads have not ended on all ranks within %g s", PATIENCE_S)
+        return set(self._reads.multi_get(keys)) == {b"1"}
+
+    def _waited(self, keys: Sequence[str]) -> bool:
+        import torch.distributed as distributed
+
+        try:
+            self._reads.wait(keys, timedelta(seconds=PATIENCE_S))
+        except distributed.DistStoreError:  # the time is over; a store that is gone raises DistNetworkError
+            return False
+        return True

@@ -33,6 +33,7 @@ from kvdock.connectors.session import Attachment, EngineSession, Identity
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import EvictChunks
 from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.reports import TierView
 from kvdock.protocol.wire_types import KEY_BYTES
 from kvdock.shm.checksum import checksum
 
@@ -81,7 +82,7 @@ class Node:
         name = f"engine-{self._numbers}"
         self._session = EngineSession(self._client, MANIFEST, Identity(instance=name, member=f"{name}-m", ranks=(0,)))
         self._session.start()
-        self._until(lambda: [one.state for one in self._client.status().tiers] == ["open"], "the tier is not used")
+        self._until(lambda: {one.state for one in self._client.status().tiers} == {"open"}, "a tier is not used")
         return {"server": self._server.pid}
 
     def store(self, seed: str, chunks: int) -> dict[str, Any]:
@@ -98,7 +99,7 @@ class Node:
             done.append(s.PartDone(chunk.index, 0, checksum(data)))
         if granted.reservation is not None:
             self._client.commit(granted.reservation, s.Commit(session=attachment.session, rank=0, parts=done))
-        if "peers_url" in self._settings:
+        if self._store.name == "peers":
             return {"stored": len(done)}
         wanted = before + len(done) * PART_BYTES
         self._until(lambda: self.counts()["stored_bytes"] >= wanted, "the tier does not store")
@@ -138,13 +139,18 @@ class Node:
         return {}
 
     def counts(self) -> dict[str, int]:
-        (tier,) = self._client.status().tiers
+        tier = self._store
         network = Path("/sys/class/net/eth0/statistics")
         return {
             **{name: tier.counters.get(name, 0) for name in ("loaded_bytes", "stored_bytes", "damaged")},
             "received_bytes": int((network / "rx_bytes").read_text()),
             "sent_bytes": int((network / "tx_bytes").read_text()),
         }
+
+    @property
+    def _store(self) -> TierView:
+        """The tier that is written to, if there is one: peers come before it."""
+        return self._client.status().tiers[-1]
 
     @property
     def _attachment(self) -> Attachment:

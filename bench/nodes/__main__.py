@@ -54,7 +54,7 @@ from bench.nodes.node import PART_BYTES, children
 from kvdock.api.access.access_file import entry
 
 WAIT_S, TIGHT_S = 10.0, 2.0
-ANSWER_S = 150.0
+ANSWER_S, MEET_S = 150.0, 90.0
 MIDWAY_S = 0.02
 """For so long a node loads before something is killed or cut off. Whether the load is midway then is not checked."""
 REPORTED_S = 2.0
@@ -417,6 +417,23 @@ class PeerStory(Story):
 class HerdStory(Story):
     """What happens to nodes that share a store and read each other's pools, when all want the same prompt."""
 
+    def meet(self) -> None:
+        """Waits until each node has read in the pool of each other one: those that were not there yet when it began
+        are not asked for some seconds."""
+        for first in self._nodes:
+            for other in self._nodes:
+                until_s, is_met = time.monotonic() + MEET_S, other is first
+                while not is_met:
+                    if time.monotonic() > until_s:
+                        raise RuntimeError("the nodes do not read each other's pools")
+                    self._numbers += 1
+                    job = {"seed": f"meets-{self._numbers}", "chunks": 1}
+                    first.do("store", **job)
+                    before = other.do("counts")["peers_bytes"]
+                    self._judged(other.do("load", wait_s=TIGHT_S, **job))
+                    time.sleep(REPORTED_S)
+                    is_met = other.do("counts")["peers_bytes"] > before
+
     def quiet(self) -> dict[str, list[float]]:
         seed = self._stored()
         before = [node.do("counts") for node in self._nodes]
@@ -483,6 +500,8 @@ def measure(name: str, count: int, chunks: int, rounds: int) -> dict[str, float]
             node.serve()
         kinds: dict[type, type[Story]] = {Peers: PeerStory, WithPeers: HerdStory}
         story = kinds.get(type(store), Story)(net, nodes, store, chunks)
+        if isinstance(story, HerdStory):
+            story.meet()
         for _ in range(rounds):
             for key, values in story.quiet().items():
                 figures.setdefault(key, []).extend(values)

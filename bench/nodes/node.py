@@ -10,7 +10,8 @@ Each line on stdin is a job as JSON, {"do": NAME, …}, and has one line of JSON
     load             `seed`, `chunks`, `wait_s`: looks them up until nothing more is pending, and compares all bytes:
                      {"found", "wrong", "took_s"}
     empty            evicts all that the pool has
-    counts           {"loaded_bytes", "stored_bytes", "received_bytes", "sent_bytes"}: of the tier, and of the network
+    counts           {"loaded_bytes", "stored_bytes", "peers_bytes", "received_bytes", "sent_bytes"}: of the tier, from
+                     the pools of other nodes, and of the network
 """
 
 from __future__ import annotations
@@ -139,10 +140,11 @@ class Node:
         return {}
 
     def counts(self) -> dict[str, int]:
-        tier = self._store
+        tiers, tier = self._client.status().tiers, self._store
         network = Path("/sys/class/net/eth0/statistics")
         return {
             **{name: tier.counters.get(name, 0) for name in ("loaded_bytes", "stored_bytes", "damaged")},
+            "peers_bytes": sum(one.counters.get("loaded_bytes", 0) for one in tiers if one.name == "peers"),
             "received_bytes": int((network / "rx_bytes").read_text()),
             "sent_bytes": int((network / "tx_bytes").read_text()),
         }

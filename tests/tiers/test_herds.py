@@ -1,5 +1,5 @@
-"""Nodes that share a store and read each other's pools: of those that want one prefix at the same time one loads it from
-the store, and the others read it there. Whatever happens to the one that loads, the others load for themselves."""
+"""Nodes that share a store and read each other's pools: of those that want one prefix at the same time one loads it
+from the store, and the others read it there. Whatever happens to the one that loads, the others load for themselves."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_a_node_goes_on_at_once_when_the_other_pool_is_full(pair: Herd) -> None:
 
 def test_a_node_goes_on_at_once_when_the_other_one_does_not_load(pair: Herd) -> None:
     """It has claimed the prefix, and its request has ended since."""
-    a, b = pair.nodes
+    _, b = pair.nodes
     keys = pair.stored()
     names = [asked(node, keys).node for node in pair.nodes]
     for node in pair.nodes:

@@ -44,7 +44,7 @@ from kvdock.protocol.wire_types import MAX_ENTRIES, MAX_STORE_KEYS
 from kvdock.shm.checksum import checksum
 from kvdock.shm.errors import AttachError, ShmError
 from kvdock.tiers.mover.agreement import NOTE_S, AgreedNote, Agreement
-from kvdock.tiers.mover.herds import LEAST_BYTES, Following, is_slower
+from kvdock.tiers.mover.herds import LEAST_BYTES, SLOW_S, SLOWER, Following
 from kvdock.tiers.mover.namespaces import NamespaceSession
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.record import PartName
@@ -170,6 +170,8 @@ class Fetches:
         """Chunks that a fetch is loading now, by namespace and key."""
         self._filled = threading.Condition(self._lock)
         self._room = _Room(pool_bytes)
+        self._alone_until_s = -inf
+        """Until then no fetch follows another node's."""
 
     def start(self, fetch: Fetch) -> None:
         with self._lock:
@@ -374,7 +376,7 @@ class Fetches:
         peers = next(handle for handle in self._handles if isinstance(handle.tier, SharesPool))
         found = list(itertools.chain.from_iterable(step.found for step in steps))
         agreed = self._agreement.of(peers, space.digest)
-        if agreed is None or is_slower(peers, store, len(found) * space.chunk_bytes):
+        if agreed is None or self._clock() < self._alone_until_s:
             return 0
         assert isinstance(peers.tier, SharesPool)
         self._expect(fetch, ())
@@ -391,7 +393,12 @@ class Fetches:
                 following.came()
         finally:
             following.close()
+            if following.why == SLOWER:
+                self._alone_until_s = self._clock() + SLOW_S
         peers.counters["followed"] += done
+        if done < len(found):
+            log.info("%d of %d chunks have come from the node %s, and the rest is loaded from the tier %s: %s", done,
+                     len(found), loader, store.name, following.why or "they were not read whole")
         return done
 
     def _stream(

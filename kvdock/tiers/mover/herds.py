@@ -19,10 +19,14 @@ STALL_S: Final = 0.5
 """For so long a fetch waits for the next chunk of another node."""
 SLOWER_TIMES: Final = 2.0
 """How much slower than the store another node may be, beside STALL_S."""
+SLOW_S: Final = 10.0
+"""For so long nobody is followed after another node was slower."""
 WAIT_SHARE: Final = 0.5
 """Of the time that the request has left, the most that is spent on waiting for the next chunk."""
 SHORTEST_S: Final = 0.02
 """With less time than this the other node is not asked."""
+SILENT, NO_MORE = "it does not answer", "no more comes there"
+SLOWER, STALLED = "the store is much quicker", "the next chunk does not come"
 LEAST_BYTES: Final = 256 << 10
 """Smaller prefixes are loaded by each node itself: claiming and following would take longer."""
 
@@ -39,6 +43,8 @@ class Following:
         self._chunk_bytes, self._clock = chunk_bytes, clock
         self._began_s = self._came_s = clock()
         self._lease = 0
+        self.why = ""
+        """Why nothing more is read there."""
 
     def there(self, at: int, most: int, deadline: Deadline) -> int:
         """How many chunks from number `at` on the other node has, `most` at most. They are held there until the next
@@ -46,10 +52,11 @@ class Following:
         while (left_s := self._left_s(at, most, deadline)) >= SHORTEST_S:
             found = self._peers.coming(self._loader, self._names[at : at + most], self._lease, Deadline(left_s))
             self._lease = found.lease if found is not None else 0
-            if found is None or not (found.there or found.expected):
-                return 0
-            if found.there:
+            if found is not None and found.there:
                 return found.there
+            if found is None or not found.expected:
+                self.why = SILENT if found is None else NO_MORE
+                break
         return 0
 
     def came(self) -> None:
@@ -64,11 +71,11 @@ class Following:
         now_s = self._clock()
         left_s = min(self._came_s + STALL_S - now_s, WAIT_SHARE * deadline.left_s)
         if self._store.fetches.count:  # else its speed is not known
-            store_s = self._store.expected_s((at + most) * self._chunk_bytes)
-            left_s = min(left_s, self._began_s + STALL_S + SLOWER_TIMES * store_s - now_s)
+            store_s = self._store.expected_s(min(at + most, len(self._names)) * self._chunk_bytes)
+            until_s = self._began_s + STALL_S + SLOWER_TIMES * store_s
+            if until_s - now_s < SHORTEST_S:
+                self.why = SLOWER
+            left_s = min(left_s, until_s - now_s)
+        self.why = self.why or (STALLED if left_s < SHORTEST_S else "")
         return left_s
 
-
-def is_slower(peers: TierHandle, store: TierHandle, size_bytes: int) -> bool:
-    """Whether reading so much from another node takes longer than a fetch waits for one."""
-    return peers.expected_s(size_bytes) > STALL_S + SLOWER_TIMES * store.expected_s(size_bytes)

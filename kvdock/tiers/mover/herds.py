@@ -27,8 +27,8 @@ SHORTEST_S: Final = 0.02
 """With less time than this the other node is not asked."""
 SILENT, NO_MORE = "it does not answer", "no more comes there"
 SLOWER, STALLED = "the store is much quicker", "the next chunk does not come"
-LEAST_BYTES: Final = 256 << 10
-"""Smaller prefixes are loaded by each node itself: claiming and following would take longer."""
+LEAST_BYTES: Final = 1 << 20
+"""Smaller prefixes are loaded by each node itself: following would take longer, and spares the store little."""
 
 
 class Following:

@@ -68,7 +68,7 @@ class PeerReadAnswer(Answer, kw_only=True):
     """`engine`: the name of the Transfer Engine that has the memory; "": there is none. `lease`: the chunks stay where
     they are until it is released, or for `lease_s` seconds; 0: nothing is leased. `chunks`: the parts of each key's
     chunk; an empty list where the pool lacks the chunk. `node`: the name of this node among its peers; "": it is not
-    known yet. `coming`: how many of the first chunks this node has or is loading from a store. `loader`:
+    known yet. `coming`: how many of the first chunks this node is loading from a store. `loader`:
     where the call had a `claimer`, the name of the node that loads the chunks."""
 
     engine: str = ""

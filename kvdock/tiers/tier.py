@@ -314,7 +314,7 @@ class Registers(Protocol):
 
 class Coming(NamedTuple):
     """Which of some chunks another node has and loads. `there`: how many of them, from the first, its pool has; `lease`
-    holds them there. `expected`: how many it has or is loading from a store."""
+    holds them there. `expected`: how many, from the first, it is loading from a store."""
 
     there: int
     expected: int

@@ -278,6 +278,19 @@ def test_a_node_goes_on_at_once_when_the_other_one_does_not_load(pair: Herd) -> 
     ends_for_itself(pair, keys, began_s)
 
 
+def test_a_node_whose_token_is_refused_loads_for_itself(pair: Herd, tmp_path: Path) -> None:
+    a, b = pair.nodes
+    keys = pair.stored()
+    (tmp_path / "node1" / "token").write_text("wrong-" + "w" * 40)
+    mover(b.server).kill()  # the next one reads the token
+    eventually(lambda: all(one.state == "open" and one.counters for one in b.engine.client.status().tiers), 30.0)
+    name = asked(a, keys).node
+    for node in pair.nodes:
+        asked(node, keys, claimer=name)
+    assert end(b, keys, "second").hit_tokens == TOKENS
+    assert loaded(b) == (0, SIZE)
+
+
 def test_a_node_without_the_store_does_not_keep_others_from_it(tmp_path: Path) -> None:
     with herd(tmp_path, 2) as made:
         keys = made.stored()

@@ -22,7 +22,7 @@ SLOWER_TIMES: Final = 2.0
 SLOW_S: Final = 10.0
 """For so long nobody is followed after another node was slower."""
 WAIT_SHARE: Final = 0.5
-"""Of the time that the request has left, the most that is spent on waiting for the next chunk."""
+"""The most of the request's time left that is spent on waiting for the next chunk."""
 SHORTEST_S: Final = 0.02
 """With less time than this the other node is not asked."""
 SILENT, NO_MORE = "it does not answer", "no more comes there"

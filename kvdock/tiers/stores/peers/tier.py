@@ -188,7 +188,7 @@ class PeersTier:
         there = next((at for at, parts in enumerate(answer.chunks) if not parts), len(answer.chunks))
         for key in keys[:there]:
             self._remember(bytes.fromhex(body.namespace), key, peer)
-        return Coming(there, max(there, answer.coming), answer.lease)
+        return Coming(there, answer.coming, answer.lease)
 
     def release(self, node: str, lease: int, name: PartName) -> None:
         """See SharesPool."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,21 +55,20 @@ class Herd(NamedTuple):
 
 
 @contextmanager
-def herd(folder: Path, count: int, **settings: object) -> Iterator[Herd]:
+def herd(folder: Path, count: int, tier_keep: str = "shared") -> Iterator[Herd]:
     with ExitStack() as stack:
         stack.enter_context(served(folder / "redis"))
         stores = [HalvingProxy(folder / f"proxy{at}", folder / "redis" / "sock") for at in range(count)]
         for one in stores:
             stack.callback(one.close)
         own: list[dict[str, object]] = [{"redis_url": f"unix://{folder}/proxy{at}"} for at in range(count)]
-        made = stack.enter_context(nodes(folder, count, own=own, tier_asks=1, **settings))
+        made = stack.enter_context(nodes(folder, count, own=own, tier_asks=1, tier_keep=tier_keep))
         for one in stores:
             stack.callback(one.thaw)
         for node in made:
-            eventually(lambda node=node: all(one.state == "open" for one in node.engine.client.status().tiers), 30.0)
+            eventually(partial(uses_all, node), 30.0)
         for node in made:  # from the answers each node learns the names of the others
-            nothing = node.engine.chain(CHUNKS)
-            eventually(lambda node=node, keys=nothing: node.engine.awaited(keys, "warm").hit_tokens == 0, 30.0)
+            assert node.engine.awaited(node.engine.chain(CHUNKS), "meets").hit_tokens == 0
         yield Herd(made, stores)
 
 
@@ -81,6 +81,16 @@ def pair(tmp_path: Path) -> Iterator[Herd]:
 def of_tier(node: PeerNode, tier: str, counter: str) -> int:
     (found,) = [one for one in node.engine.client.status().tiers if one.name == tier]
     return found.counters[counter]
+
+
+def uses_all(node: PeerNode) -> bool:
+    """Its mover, which may just have been started, has opened all tiers."""
+    return all(one.state == "open" for one in node.engine.client.status().tiers)
+
+
+def has_restarted(node: PeerNode) -> bool:
+    view = node.engine.client.status().mover
+    return view is not None and view.restarts > 0
 
 
 def is_empty(node: PeerNode) -> bool:
@@ -283,7 +293,7 @@ def test_a_node_whose_token_is_refused_loads_for_itself(pair: Herd, tmp_path: Pa
     keys = pair.stored()
     (tmp_path / "node1" / "token").write_text("wrong-" + "w" * 40)
     mover(b.server).kill()  # the next one reads the token
-    eventually(lambda: all(one.state == "open" and one.counters for one in b.engine.client.status().tiers), 30.0)
+    eventually(lambda: has_restarted(b) and uses_all(b), 30.0)
     name = asked(a, keys).node
     for node in pair.nodes:
         asked(node, keys, claimer=name)

@@ -23,7 +23,8 @@ as B, loads them. Keys begin with the store and the number of nodes:
 
 With a store and peers, no pool has the prompt and all nodes ask for it, A too:
 
-- store_reads_per_byte: bytes that all nodes together load from the store, for each byte of the prompt.
+- store_reads_per_byte, most_store_reads_per_byte: bytes that all nodes together load from the store, for each byte of
+  the prompt: the median of the rounds, and the most.
 - hit_share: of the chunks, the least that a node finds.
 - after_kill, after_stop: of the chunks, what a node that lives finds in the end, at least: each node in turn is killed,
   or stopped (SIGSTOP) with its mover, while all load.
@@ -47,6 +48,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 from bench.nodes.network import HUB, Network, end, missing, network
@@ -442,7 +444,11 @@ class HerdStory(Story):
         time.sleep(REPORTED_S)
         after = [node.do("counts") for node in self._nodes]
         reads = sum(late["loaded_bytes"] - early["loaded_bytes"] for early, late in zip(before, after, strict=True))
-        return {"store_reads_per_byte": [reads / self._bytes], "hit_share": [one / self._chunks for one in found]}
+        share = [reads / self._bytes]
+        return {
+            "store_reads_per_byte": share, "most_store_reads_per_byte": share,
+            "hit_share": [one / self._chunks for one in found],
+        }
 
     def _begin(self, seed: str, wait_s: float) -> None:
         for node in self._nodes:
@@ -507,7 +513,9 @@ def measure(name: str, count: int, chunks: int, rounds: int) -> dict[str, float]
                 figures.setdefault(key, []).extend(values)
         figures |= story.kills()
         figures["wrong"] = [story.wrong]
-    worst = {"hit_share": min, "after_kill": min, "after_stop": min}
+    worst: dict[str, Callable[[list[float]], float]] = {
+        "hit_share": min, "after_kill": min, "after_stop": min, "store_reads_per_byte": median,
+    }
     return {f"{name}_{count}_{key}": round(worst.get(key, max)(values), 3) for key, values in figures.items()}
 
 

@@ -132,13 +132,16 @@ def loads(made: Herd, at: int, keys: list[bytes], request: str) -> None:
     eventually(lambda: made.stores[at].is_frozen)
 
 
-def asked(node: PeerNode, keys: list[bytes], claimer: str = "") -> PeerReadAnswer:
+def asked(
+    node: PeerNode, keys: list[bytes], claimer: str = "", wait_s: float = 0.0, address: str = ""
+) -> PeerReadAnswer:
     """As another node asks."""
     namespace = node.engine.attachment.filed_in.hex()
     with Client(node.server.http, access_token=TOKEN) as client:
         (generation,) = client.peer_notes(PeerNotes(notes=[PeerNote(namespace, 0)])).generations
         return client.peer_read(PeerRead(
-            namespace=namespace, generation=generation, keys=b"".join(keys), claimer=claimer
+            namespace=namespace, generation=generation, keys=b"".join(keys), claimer=claimer, wait_s=wait_s,
+            address=address,
         ))
 
 
@@ -165,28 +168,48 @@ def test_a_herd_loads_a_prefix_once(tmp_path: Path, count: int) -> None:
         assert sum(peers for peers, _ in parts) == (count - 1) * SIZE
 
 
+def follows(made: Herd, tail: int = 0) -> tuple[int, int]:
+    """A request at B for what A is loading, and `tail` chunks more: (bytes from A, bytes from the store)."""
+    a, b = made.nodes
+    keys = made.stored(CHUNKS + tail)
+    request, before = keys[0].hex(), loaded(b, 0)
+    loads(made, 0, keys[:CHUNKS], request)
+    begin(b, keys, request)
+    made.stores[0].thaw()
+    assert end(b, keys, request).hit_tokens == TOKENS + tail * CHUNK_TOKENS
+    assert end(a, keys[:CHUNKS], request).hit_tokens == TOKENS
+    after = loaded(b, sum(before) + SIZE + tail * PART)
+    return after[0] - before[0], after[1] - before[1]
+
+
 def test_what_a_node_is_loading_is_read_there_when_it_has_come(pair: Herd) -> None:
-    """Though the pool drops it with its last reader."""
-    a, b = pair.nodes
-    keys = pair.stored()
-    loads(pair, 0, keys, "first")
-    begin(b, keys, "second")
-    pair.stores[0].thaw()
-    assert end(b, keys, "second").hit_tokens == end(a, keys, "first").hit_tokens == TOKENS
-    assert loaded(b) == (SIZE, 0)
-    eventually(lambda: of_tier(b, "peers", "followed") == CHUNKS)
-    eventually(lambda: is_empty(a), 5.0)  # no lease is left
+    """Though the pool drops it with its last reader. On a busy machine the chunks may come too late: then once more."""
+    eventually(lambda: follows(pair) == (SIZE, 0), 60.0)
+    eventually(lambda: of_tier(pair.nodes[1], "peers", "followed") >= CHUNKS)
+    eventually(lambda: is_empty(pair.nodes[0]), 5.0)  # no lease is left
+
+
+def test_what_has_come_is_held_for_those_that_waited_though_its_request_has_ended(pair: Herd) -> None:
+    a, _ = pair.nodes
+
+    def is_held() -> bool:
+        """Not where the other node has asked too late."""
+        keys, answers = pair.stored(), list[PeerReadAnswer]()
+        loads(pair, 0, keys, "first-" + keys[0].hex())
+        waits = threading.Thread(target=lambda: answers.append(asked(a, keys, wait_s=1.0, address="127.0.0.77")))
+        waits.start()
+        pair.stores[0].thaw()
+        end(a, keys, "first-" + keys[0].hex())
+        waits.join()
+        (answer,) = answers
+        there = sum(1 for parts in answer.chunks if parts)
+        return there > 0 and a.engine.lookup(keys, keys[0].hex()).hit_tokens >= there * CHUNK_TOKENS
+
+    eventually(is_held, 30.0)
 
 
 def test_what_the_other_node_does_not_load_comes_from_the_store(pair: Herd) -> None:
-    a, b = pair.nodes
-    keys = pair.stored(CHUNKS + 4)
-    loads(pair, 0, keys[:CHUNKS], "first")
-    begin(b, keys, "second")
-    pair.stores[0].thaw()
-    assert end(b, keys, "second").hit_tokens == TOKENS + 4 * CHUNK_TOKENS
-    assert end(a, keys[:CHUNKS], "first").hit_tokens == TOKENS
-    assert loaded(b, SIZE + 4 * PART) == (SIZE, 4 * PART)
+    eventually(lambda: follows(pair, 4) == (SIZE, 4 * PART), 60.0)
 
 
 def test_nobody_waits_for_a_node_that_waits_for_another(pair: Herd) -> None:
@@ -267,8 +290,8 @@ def test_a_node_goes_on_at_once_when_the_other_pool_is_full(pair: Herd) -> None:
     a.engine.store(full)
     held = a.engine.lookup(full, "holds all that fits")
     assert held.hit_tokens >= 60 * CHUNK_TOKENS
-    begin(a, keys, "first")
-    eventually(lambda: asked(a, keys).coming == 0)
+    begin(a, keys, "first", wait_s=60.0)
+    eventually(lambda: asked(a, keys).coming == 0, 10.0)
     began_s = time.monotonic()
     begin(b, keys, "second")
     ends_for_itself(pair, keys, began_s)

@@ -179,7 +179,7 @@ class PeersTier:
         if peer is None or peer.is_resting:
             return None
         body = _reads_of(names)[0]
-        body.address, body.wait_s = self._engine.address, max(0.0, min(MAX_WAIT_S, deadline.left_s - CALL_S))
+        body.address, body.wait_s = self._engine.address, max(0.0, min(MAX_WAIT_S, _patience_s(deadline) - CALL_S))
         body.releases = [lease] if lease else []
         answer = peer.answer(body, deadline)
         if answer is None:

@@ -1,7 +1,9 @@
 """Two and four nodes over one store, each in a network namespace with a /dev/shm of its own: what one has stored the
-others hit, whatever is killed. With `peers` there is no store: nodes read each other's pools.
+others hit, whatever is killed. With `peers` there is no store: nodes read each other's pools. With `STORE_peers` they
+do both, and all ask for one prompt at the same time.
 
-    python -m bench.nodes --json [--nodes 2 4] [--stores redis s3 mooncake folder peers] [--chunks 64] [--rounds 3]
+    python -m bench.nodes --json [--nodes 2 4] [--stores redis s3 mooncake folder peers redis_peers s3_peers
+        folder_peers] [--chunks 64] [--rounds 3]
 
 Needs root, for namespaces and mounts (bench/nodes/network.py). The first node, A, stores prompts; each other node, such
 as B, loads them. Keys begin with the store and the number of nodes:
@@ -18,6 +20,15 @@ as B, loads them. Keys begin with the store and the number of nodes:
   B, whose pool is not; A's server, its mover and its link go while B loads, too, in after_kill_of_A_midway,
   after_kill_of_mover_of_A and after_partition_of_A.
 - cut_off_wait_s: how long a request at B waited that had TIGHT_S, without its link.
+
+With a store and peers, no pool has the prompt and all nodes ask for it, A too:
+
+- store_reads_per_byte, most_store_reads_per_byte: bytes that all nodes together load from the store, for each byte of
+  the prompt: the median of the rounds, and the most.
+- hit_share: of the chunks, the least that a node finds.
+- after_kill, after_stop: of the chunks, what a node that lives finds in the end, at least: each node in turn is killed,
+  or stopped (SIGSTOP) with its mover, while all load.
+- stop_wait_s: the longest that a request at the others waited meanwhile; it had TIGHT_S.
 """
 
 from __future__ import annotations
@@ -35,7 +46,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 from bench.nodes.network import HUB, Network, end, missing, network
@@ -43,7 +56,7 @@ from bench.nodes.node import PART_BYTES, children
 from kvdock.api.access.access_file import entry
 
 WAIT_S, TIGHT_S = 10.0, 2.0
-ANSWER_S = 150.0
+ANSWER_S, MEET_S = 150.0, 90.0
 MIDWAY_S = 0.02
 """For so long a node loads before something is killed or cut off. Whether the load is midway then is not checked."""
 REPORTED_S = 2.0
@@ -192,9 +205,21 @@ class Peers:
     def close(self) -> None: ...
 
 
+class WithPeers:
+    """A store that the nodes share, and each other's pools."""
+
+    has_network = True
+
+    def __init__(self, store: Callable[[Network, Path], Store], net: Network, folder: Path) -> None:
+        self._store, self._peers = store(net, folder), Peers(net, folder)
+        self.settings = self._store.settings | self._peers.settings
+        self.of_node, self.restart, self.close = self._peers.of_node, self._store.restart, self._store.close
+
+
 STORES: dict[str, Callable[[Network, Path], Store]] = {
-    "redis": Redis, "s3": S3, "mooncake": Mooncake, "folder": Folder,
-    "peers": Peers,
+    "redis": Redis, "s3": S3, "mooncake": Mooncake, "folder": Folder, "peers": Peers,
+    "redis_peers": partial(WithPeers, Redis), "s3_peers": partial(WithPeers, S3),
+    "folder_peers": partial(WithPeers, Folder),
 }
 
 
@@ -231,6 +256,11 @@ class Remote:
         processes = children(self.server) if mover_only else [self.server, *children(self.server)]
         for process in processes:
             os.kill(process, signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        """To the server and its mover."""
+        for process in [self.server, *children(self.server)]:
+            os.kill(process, number)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -386,10 +416,75 @@ class PeerStory(Story):
         return {name: [figure] for name, figure in figures.items()}
 
 
+class HerdStory(Story):
+    """What happens to nodes that share a store and read each other's pools, when all want the same prompt."""
+
+    def meet(self) -> None:
+        """Waits until each node has read in the pool of each other one: those that were not there yet when it began
+        are not asked for some seconds."""
+        for first in self._nodes:
+            for other in self._nodes:
+                until_s, is_met = time.monotonic() + MEET_S, other is first
+                while not is_met:
+                    if time.monotonic() > until_s:
+                        raise RuntimeError("the nodes do not read each other's pools")
+                    self._numbers += 1
+                    job = {"seed": f"meets-{self._numbers}", "chunks": 1}
+                    first.do("store", **job)
+                    before = other.do("counts")["peers_bytes"]
+                    self._judged(other.do("load", wait_s=TIGHT_S, **job))
+                    time.sleep(REPORTED_S)
+                    is_met = other.do("counts")["peers_bytes"] > before
+
+    def quiet(self) -> dict[str, list[float]]:
+        seed = self._stored()
+        before = [node.do("counts") for node in self._nodes]
+        self._begin(seed, WAIT_S)
+        found = [self._judged(node.answer())["found"] for node in self._nodes]
+        time.sleep(REPORTED_S)
+        after = [node.do("counts") for node in self._nodes]
+        reads = sum(late["loaded_bytes"] - early["loaded_bytes"] for early, late in zip(before, after, strict=True))
+        share = [reads / self._bytes]
+        return {
+            "store_reads_per_byte": share, "most_store_reads_per_byte": share,
+            "hit_share": [one / self._chunks for one in found],
+        }
+
+    def _begin(self, seed: str, wait_s: float) -> None:
+        for node in self._nodes:
+            node.begin("load", seed=seed, chunks=self._chunks, wait_s=wait_s)
+
+    def kills(self) -> dict[str, list[float]]:
+        figures: dict[str, list[float]] = {"after_kill": [], "after_stop": [], "stop_wait_s": []}
+        for node in self._nodes:
+            others = [other for other in self._nodes if other is not node]
+            seed = self._stored()
+            self._begin(seed, TIGHT_S)
+            time.sleep(MIDWAY_S)
+            node.kill()
+            for one in self._nodes:
+                self._judged(one.answer())
+            figures["after_kill"] += [self._found_at(other, seed) for other in others]
+            node.serve()
+            seed = self._stored()
+            self._begin(seed, TIGHT_S)
+            time.sleep(MIDWAY_S)
+            node.signal(signal.SIGSTOP)
+            figures["stop_wait_s"] += [self._judged(other.answer())["took_s"] for other in others]
+            figures["after_stop"] += [self._found_at(other, seed) for other in others]
+            node.signal(signal.SIGCONT)
+            self._judged(node.answer())
+        return figures
+
+    def _found_at(self, node: Remote, seed: str) -> float:
+        self._b = node
+        return self._found(seed)
+
+
 def is_installed(store: str) -> bool:
-    if store == "redis":
-        return shutil.which("redis-server") is not None
-    return store not in ("mooncake", "peers") or importlib.util.find_spec("mooncake") is not None
+    if store.startswith("redis") and shutil.which("redis-server") is None:
+        return False
+    return not store.endswith(("mooncake", "peers")) or importlib.util.find_spec("mooncake") is not None
 
 
 def measure(name: str, count: int, chunks: int, rounds: int) -> dict[str, float]:
@@ -403,19 +498,24 @@ def measure(name: str, count: int, chunks: int, rounds: int) -> dict[str, float]
             "pool_bytes": POOL_BYTES, "tier_asks": 1, "session_cap": 1.0, "total_cap": 1.0, "heartbeat_s": 0.2,
             "missed_heartbeats": 1000, **store.settings,
         }
-        own = [store.of_node(at) if isinstance(store, Peers) else {} for at in range(count)]
+        own = [store.of_node(at) if isinstance(store, (Peers, WithPeers)) else {} for at in range(count)]
         nodes = [Remote(net, at, settings | own[at], folder / f"node{at}.log") for at in range(count)]
         for node in nodes:
             stack.callback(node.close)
         for node in nodes:
             node.serve()
-        story = (PeerStory if isinstance(store, Peers) else Story)(net, nodes, store, chunks)
+        kinds: dict[type, type[Story]] = {Peers: PeerStory, WithPeers: HerdStory}
+        story = kinds.get(type(store), Story)(net, nodes, store, chunks)
+        if isinstance(story, HerdStory):
+            story.meet()
         for _ in range(rounds):
             for key, values in story.quiet().items():
                 figures.setdefault(key, []).extend(values)
         figures |= story.kills()
         figures["wrong"] = [story.wrong]
-    worst = {"hit_share": min}
+    worst: dict[str, Callable[[list[float]], float]] = {
+        "hit_share": min, "after_kill": min, "after_stop": min, "store_reads_per_byte": median,
+    }
     return {f"{name}_{count}_{key}": round(worst.get(key, max)(values), 3) for key, values in figures.items()}
 
 

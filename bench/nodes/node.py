@@ -10,7 +10,8 @@ Each line on stdin is a job as JSON, {"do": NAME, …}, and has one line of JSON
     load             `seed`, `chunks`, `wait_s`: looks them up until nothing more is pending, and compares all bytes:
                      {"found", "wrong", "took_s"}
     empty            evicts all that the pool has
-    counts           {"loaded_bytes", "stored_bytes", "received_bytes", "sent_bytes"}: of the tier, and of the network
+    counts           {"loaded_bytes", "stored_bytes", "peers_bytes", "received_bytes", "sent_bytes"}: of the tier, from
+                     the pools of other nodes, and of the network
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvdock.connectors.session import Attachment, EngineSession, Identity
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import EvictChunks
 from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.reports import TierView
 from kvdock.protocol.wire_types import KEY_BYTES
 from kvdock.shm.checksum import checksum
 
@@ -81,7 +83,7 @@ class Node:
         name = f"engine-{self._numbers}"
         self._session = EngineSession(self._client, MANIFEST, Identity(instance=name, member=f"{name}-m", ranks=(0,)))
         self._session.start()
-        self._until(lambda: [one.state for one in self._client.status().tiers] == ["open"], "the tier is not used")
+        self._until(lambda: {one.state for one in self._client.status().tiers} == {"open"}, "a tier is not used")
         return {"server": self._server.pid}
 
     def store(self, seed: str, chunks: int) -> dict[str, Any]:
@@ -98,7 +100,7 @@ class Node:
             done.append(s.PartDone(chunk.index, 0, checksum(data)))
         if granted.reservation is not None:
             self._client.commit(granted.reservation, s.Commit(session=attachment.session, rank=0, parts=done))
-        if "peers_url" in self._settings:
+        if self._store.name == "peers":
             return {"stored": len(done)}
         wanted = before + len(done) * PART_BYTES
         self._until(lambda: self.counts()["stored_bytes"] >= wanted, "the tier does not store")
@@ -138,13 +140,19 @@ class Node:
         return {}
 
     def counts(self) -> dict[str, int]:
-        (tier,) = self._client.status().tiers
+        tiers, tier = self._client.status().tiers, self._store
         network = Path("/sys/class/net/eth0/statistics")
         return {
             **{name: tier.counters.get(name, 0) for name in ("loaded_bytes", "stored_bytes", "damaged")},
+            "peers_bytes": sum(one.counters.get("loaded_bytes", 0) for one in tiers if one.name == "peers"),
             "received_bytes": int((network / "rx_bytes").read_text()),
             "sent_bytes": int((network / "tx_bytes").read_text()),
         }
+
+    @property
+    def _store(self) -> TierView:
+        """The tier that is written to, if there is one: peers come before it."""
+        return self._client.status().tiers[-1]
 
     @property
     def _attachment(self) -> Attachment:

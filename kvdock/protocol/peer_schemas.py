@@ -10,6 +10,7 @@ from kvdock.protocol.wire_types import MAX_NAME, Answer, Body, Checksum, Key, St
 
 MAX_NOTES: Final = 256
 MAX_LEASES: Final = 1024
+MAX_WAIT_S: Final = 1.0
 MAX_GENERATION: Final = (1 << 53) - 1
 """JSON readers hold no larger integers exactly."""
 Generation = Annotated[int, msgspec.Meta(ge=0, le=MAX_GENERATION)]
@@ -36,16 +37,21 @@ class PeerNotesAnswer(Answer, kw_only=True):
     generations: list[int]
 
 
-class PeerRead(Body, kw_only=True):
+class PeerRead(Body, kw_only=True, omit_defaults=True):
     """Chunks of one namespace that the caller wants to read. `generation`: another one than the pool's finds nothing.
     `address`: of the caller's Transfer Engine, from which it reads; "": it only asks which parts are there. `releases`:
-    earlier leases whose reads have ended."""
+    earlier leases whose reads have ended. `wait_s`: while the pool lacks the first chunk and this node is loading it,
+    the answer may come so much later. `claimer`: the name of the caller's node, which is about to load the chunks from
+    a store, unless another node does; it reads nothing. The last two are only sent to a server that tells its `node`.
+    """
 
     namespace: Key
     generation: Generation
     keys: StoreKeys
     address: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
     releases: Annotated[list[int], msgspec.Meta(max_length=MAX_LEASES)] = msgspec.field(default_factory=list)
+    wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 0.0
+    claimer: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
 
 
 class PeerPart(Answer, array_like=True, gc=False):
@@ -61,9 +67,14 @@ class PeerPart(Answer, array_like=True, gc=False):
 class PeerReadAnswer(Answer, kw_only=True):
     """`engine`: the name of the Transfer Engine that has the memory; "": there is none. `lease`: the chunks stay where
     they are until it is released, or for `lease_s` seconds; 0: nothing is leased. `chunks`: the parts of each key's
-    chunk; an empty list where the pool lacks the chunk."""
+    chunk; an empty list where the pool lacks the chunk. `node`: the name of this node among its peers; "": it is not
+    known yet. `coming`: how many of the first chunks this node is loading from a store. `loader`:
+    where the call had a `claimer`, the name of the node that loads the chunks."""
 
     engine: str = ""
     lease: int = 0
     lease_s: float = 0.0
     chunks: list[list[PeerPart]] = msgspec.field(default_factory=list)
+    node: str = ""
+    coming: int = 0
+    loader: str = ""

@@ -312,13 +312,40 @@ class Registers(Protocol):
         registered."""
 
 
+class Coming(NamedTuple):
+    """Which of some chunks another node has and loads. `there`: how many of them, from the first, its pool has; `lease`
+    holds them there. `expected`: how many, from the first, it is loading from a store."""
+
+    there: int
+    expected: int
+    lease: int
+
+
 @runtime_checkable
 class SharesPool(Protocol):
-    """A tier that is the pools of other nodes: nothing is written to it. They read this node's pool by its engine."""
+    """A tier that is the pools of other nodes: nothing is written to it. They read this node's pool by its engine.
+    `node`: the name of this node among them."""
+
+    node: str
 
     def admit(self, address: str) -> str:
         """The engine at this address may read registered memory. Returns the name of this node's engine. Raises
         ValueError: it is no IP address."""
+
+    def claimed(self, namespace: bytes, key: bytes, claimer: str) -> str:
+        """The node `claimer` is about to load the chunk and those after it from a store. Returns the node that does."""
+
+    def claim(self, name: PartName, deadline: Deadline) -> str:
+        """This node is about to load the part's chunk and those after it from a store. Returns the name of another node
+        that loads them now; "": this one should."""
+
+    def coming(self, node: str, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
+        """What the node has and loads of some chunks, each with the name of one part, all of one namespace. Waits for
+        the first of them while it is being loaded there. Ends the `lease` of an earlier call; 0: there is none. None:
+        the node does not answer."""
+
+    def release(self, node: str, lease: int, name: PartName) -> None:
+        """Ends a lease of coming(). `name`: of one of its parts."""
 
 
 class Tier(Protocol):

@@ -50,13 +50,17 @@ class PeerNode:
 
 
 @contextmanager
-def nodes(folder: Path, count: int, entries: Sequence[str] = (), **settings: object) -> Iterator[list[PeerNode]]:
+def nodes(
+    folder: Path, count: int, entries: Sequence[str] = (), own: Sequence[dict[str, object]] = (), **settings: object
+) -> Iterator[list[PeerNode]]:
+    """`own`: settings of each node; empty: there are none."""
     ports = [held_port() for _ in range(count)]
     with ExitStack() as stack:
         made = []
         for at, port in enumerate(ports):
             others = [other for other in ports if other != port]
-            made.append(PeerNode(folder / f"node{at}", port, others, entries, **settings))
+            of_node = own[at] if own else {}
+            made.append(PeerNode(folder / f"node{at}", port, others, entries, **settings, **of_node))
         for node in made:
             node.start()
             stack.callback(node.close)

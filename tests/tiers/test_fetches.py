@@ -103,7 +103,7 @@ def fetches(engine: TierEngine, tier: HeldTier, space: NamespaceSession, ended: 
     agreement.use(handle)
     observer = FetchObserver(
         promised=lambda promise: None, ended=ended.append, loaded=lambda handle, fetch, keys: None,
-        lacked=lambda handle, namespace, keys: None,
+        lacked=lambda handle, namespace, keys: None, progressed=lambda: None,
     )
     made = Fetches([handle], engine.client, agreement, observer, pool_bytes=POOL)
     yield made
@@ -160,7 +160,7 @@ def test_few_questions_find_the_longest_prefix(
     keys = engine.chain(256)
     tier.lacks = set(keys[has:])
     (handle,) = fetches._handles
-    found = fetches._find(Fetch(Wanted(space, keys, 0, ticket=1), 60.0), handle)
+    found = fetches._find(Fetch(Wanted(space, keys, 0, ticket=1), 60.0), handle, 0)
     assert len(found) == has
     assert len(tier.asked) <= calls and sum(tier.asked) <= 2 * (ASKED_AT_ONCE + 1)
 

@@ -44,12 +44,24 @@ def test_nodes_hit_what_the_pool_of_one_has_whatever_is_killed(nodes: int) -> No
     assert found["cut_off_wait_s"] < 10, "a request without its peers does not wait for ever"
 
 
-def measured(store: str, nodes: int) -> dict[str, float]:
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("store", ["redis_peers", "s3_peers", "folder_peers"])
+def test_a_herd_reads_the_store_once_whatever_is_killed(store: str, nodes: int) -> None:
+    if why := missing():
+        pytest.skip(why)
+    found = measured(store, nodes, rounds=3)
+    assert found["wrong"] == 0
+    assert found["hit_share"] == found["after_kill"] == found["after_stop"] == 1.0
+    assert found["store_reads_per_byte"] == 1.0
+    assert found["stop_wait_s"] <= 2.5, "a request waits no longer than it may"
+
+
+def measured(store: str, nodes: int, rounds: int = 1) -> dict[str, float]:
     """The figures of bench.nodes, by their names without the store."""
     done = subprocess.run(
         [
             sys.executable, "-m", "bench.nodes", "--json", "--nodes", str(nodes), "--stores", store, "--chunks", "32",
-            "--rounds", "1",
+            "--rounds", str(rounds),
         ],
         cwd=ROOT, capture_output=True, text=True, check=False,
     )

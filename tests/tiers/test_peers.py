@@ -243,6 +243,9 @@ def test_only_the_token_of_peers_gets_a_lease(tmp_path: Path, token: str, code: 
         a.engine.store(keys)
         for call in (
             lambda: client.peer_read(PeerRead(namespace=namespace_of(a.engine), generation=1, keys=keys[0])),
+            lambda: client.peer_read(PeerRead(
+                namespace=namespace_of(a.engine), generation=1, keys=keys[0], claimer="10.0.0.9:1",
+            )),
             lambda: client.peer_notes(PeerNotes(notes=[PeerNote(namespace_of(a.engine), 1 << 40)])),
         ):
             with pytest.raises(ApiError) as refused:

@@ -377,6 +377,7 @@ _TIER_COUNTERS = {
     "damaged": "Parts loaded that were not what was stored; they are deleted",
     "declined_too_slow": "Requests whose chunks were not loaded because computing them was expected to be quicker",
     "declined_too_late": "Requests whose chunks were not loaded because their time was over before loads could begin",
+    "followed": "Chunks that were read in another node's pool while that node loaded them from a store",
     "fetched_elsewhere": "Chunks that were in the pool, or on their way there, when they were to be loaded",
 }
 """Counters of the mover that have no label of their own."""

@@ -16,7 +16,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,14 +40,15 @@ from kvdock.protocol.schemas import (
     Reserve,
     ReserveAnswer,
 )
-from kvdock.protocol.wire_types import MAX_ENTRIES
+from kvdock.protocol.wire_types import MAX_ENTRIES, MAX_STORE_KEYS
 from kvdock.shm.checksum import checksum
 from kvdock.shm.errors import AttachError, ShmError
 from kvdock.tiers.mover.agreement import NOTE_S, AgreedNote, Agreement
+from kvdock.tiers.mover.herds import LEAST_BYTES, SLOW_S, SLOWER, Following
 from kvdock.tiers.mover.namespaces import NamespaceSession
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import Deadline, Outcome, TierError, ToLoad
+from kvdock.tiers.tier import Deadline, Outcome, SharesPool, TierError, ToLoad
 
 log = logging.getLogger("kvdock.tiers")
 
@@ -93,6 +94,10 @@ class Fetch:
         """How long it has waited for room in the pool."""
         self.agreed: AgreedNote | None = None
         """The note from which it makes names of parts, in the tier from which it loads."""
+        self.comes: frozenset[bytes] = frozenset()
+        """The chunks that it loads, or may still find, as far as other nodes may wait for them."""
+        self.has_room = True
+        """Whether the pool has room for them."""
 
     @property
     def is_ahead(self) -> bool:
@@ -103,12 +108,21 @@ class Fetch:
 class FetchObserver(NamedTuple):
     """`promised`, `ended`: report to the server. `loaded`: called with chunks that came whole from a tier, of which the
     fetch has `agreed`. `lacked`: called with chunks of a namespace that a tier does not have, or has
-    damaged parts of."""
+    damaged parts of. `progressed`: called when chunks have been published, or do not come any more."""
 
     promised: Callable[[Promise], None]
     ended: Callable[[Fetch], None]
     loaded: Callable[[TierHandle, Fetch, Sequence[bytes]], None]
     lacked: Callable[[TierHandle, bytes, Sequence[bytes]], None]
+    progressed: Callable[[], None]
+
+
+class _Step(NamedTuple):
+    """Consecutive chunks that come from one tier. `found`: for each of them the groups that the tier has."""
+
+    handle: TierHandle
+    agreed: AgreedNote | None
+    found: list[list[int]]
 
 
 @dataclass
@@ -156,6 +170,8 @@ class Fetches:
         """Chunks that a fetch is loading now, by namespace and key."""
         self._filled = threading.Condition(self._lock)
         self._room = _Room(pool_bytes)
+        self._alone_until_s = -inf
+        """Until then no fetch follows another node's."""
 
     def start(self, fetch: Fetch) -> None:
         with self._lock:
@@ -180,6 +196,15 @@ class Fetches:
                 if wanted.space.digest == digest and (keys is None or any(key in keys for key in wanted.keys)):
                     fetch.deadline.cancel()
 
+    def coming(self, digest: bytes, keys: Sequence[bytes]) -> int:
+        """How many of the first of these chunks a fetch for a request is loading from a store."""
+        with self._lock:
+            comes = [
+                fetch.comes for fetch in self._running
+                if fetch.has_room and fetch.wanted.space.digest == digest and not fetch.deadline.is_over
+            ]
+        return max((sum(1 for _ in itertools.takewhile(some.__contains__, keys)) for some in comes), default=0)
+
     def is_busy(self, space: NamespaceSession) -> bool:
         with self._lock:
             return any(fetch.wanted.space is space for fetch in self._running)
@@ -195,13 +220,9 @@ class Fetches:
 
     def _run(self, fetch: Fetch) -> None:
         try:
-            for handle in self._handles:
-                self._yield_to_requests(fetch)
-                found = self._find(fetch, handle)
-                count = self._worth(fetch, handle, len(found))
-                if count:
-                    self._load_all(fetch, handle, found[:count])
-                    return
+            self._expect(fetch, fetch.wanted.keys[fetch.wanted.hit :])
+            if not self._load_from(fetch, self._handles) and not fetch.deadline.is_over:
+                self._load_from(fetch, [one for one in self._handles if not isinstance(one.tier, SharesPool)])
         except Exception:  # other fetches must go on
             log.exception("a fetch has failed")
         finally:
@@ -209,7 +230,53 @@ class Fetches:
                 self._running.remove(fetch)
                 self._by_ticket.pop(fetch.wanted.ticket, None)
                 self._filled.notify_all()
+            self._observer.progressed()
             self._observer.ended(fetch)
+
+    def _expect(self, fetch: Fetch, keys: Iterable[bytes]) -> None:
+        """From now on other nodes may wait for these chunks alone."""
+        fetch.comes = frozenset() if fetch.is_ahead else frozenset(keys)
+        self._observer.progressed()
+
+    def _load_from(self, fetch: Fetch, handles: Sequence[TierHandle]) -> bool:
+        """Returns False if another node's pool was to give chunks, and has not: a store may have them."""
+        steps, loader = self._plan(fetch, handles)
+        return not steps or self._load_all(fetch, steps, loader) or not isinstance(steps[0].handle.tier, SharesPool)
+
+    def _plan(self, fetch: Fetch, handles: Sequence[TierHandle]) -> tuple[list[_Step], str]:
+        """What is loaded from which tier, and which other node loads it from the last of them; "": none does. The first
+        tier that has something decides; what other nodes' pools lack comes from the next one."""
+        steps: list[_Step] = []
+        asked: Future[str] | None = None
+        at, end = fetch.wanted.hit, len(fetch.wanted.keys)
+        for handle in handles:
+            self._yield_to_requests(fetch)
+            is_peers = isinstance(handle.tier, SharesPool)
+            if is_peers:
+                asked = self._claim(fetch, handle)
+            found = self._find(fetch, handle, at)
+            count = self._worth(fetch, handle, len(found))
+            if count:
+                steps.append(_Step(handle, fetch.agreed, found[:count]))
+                at += count
+            if at == end or count < len(found) or (count and not is_peers):
+                break
+        is_shared = bool(steps) and steps[-1].handle.tier.poll_s and not isinstance(steps[-1].handle.tier, SharesPool)
+        return steps, asked.result() if asked is not None and is_shared else ""
+
+    def _claim(self, fetch: Fetch, peers: TierHandle) -> Future[str] | None:
+        """Asks which node loads the chunks from a store. None: nobody need be asked."""
+        space, missing = fetch.wanted.space, fetch.wanted.keys[fetch.wanted.hit :]
+        stores = any(one.tier.poll_s and not isinstance(one.tier, SharesPool) for one in self._handles)
+        is_small = len(missing) * space.chunk_bytes < LEAST_BYTES
+        agreed = self._agreement.of(peers, space.digest)
+        tier = peers.tier
+        if fetch.is_ahead or not stores or is_small or agreed is None or peers.breaker.is_open:
+            return None
+        assert isinstance(tier, SharesPool)
+        name = agreed.note.name(space.digest, missing[0], 0, space.ranks[0])
+        most_s = max(EXISTS_S, EXISTS_SHARE * fetch.deadline.left_s)
+        return self._threads.notes.submit(tier.claim, name, Deadline(most_s))
 
     def _yield_to_requests(self, fetch: Fetch) -> None:
         """A fetch ahead of requests waits while fetches for requests run. It holds no reservation at this point, so no
@@ -218,15 +285,15 @@ class Fetches:
             while fetch.is_ahead and not fetch.deadline.is_over and not all(one.is_ahead for one in self._running):
                 self._filled.wait(min(LOOK_S, fetch.deadline.left_s))
 
-    def _find(self, fetch: Fetch, handle: TierHandle) -> list[list[int]]:
-        """For each chunk after the hit that the tier seems to have: the groups that it has of it.
+    def _find(self, fetch: Fetch, handle: TierHandle, at: int) -> list[list[int]]:
+        """For each chunk from number `at` on that the tier seems to have: the groups that it has of it.
 
         Few chunks are asked about, and of each one writer's parts. Chunks are stored in their order, and a prompt's
         first ones are asked for most, so tiers seldom lack a chunk and have a later one. The load finds it out.
         """
         if handle.breaker.is_open or fetch.deadline.is_over:
             return []
-        space, missing = fetch.wanted.space, fetch.wanted.keys[fetch.wanted.hit :]
+        space, missing = fetch.wanted.space, fetch.wanted.keys[at:]
         if not fetch.is_ahead:
             missing = handle.absent.cut(missing)
         if not missing:
@@ -266,30 +333,80 @@ class Fetches:
             handle.counters["declined_too_late" if is_late else "declined_too_slow"] += 1
         return worth
 
-    def _load_all(self, fetch: Fetch, handle: TierHandle, found: list[list[int]]) -> None:
-        space = fetch.wanted.space
+    def _load_all(self, fetch: Fetch, steps: Sequence[_Step], loader: str) -> bool:
+        """`loader`: as in _plan(). Returns whether all has come."""
+        space, count = fetch.wanted.space, sum(len(step.found) for step in steps)
         if fetch.wanted.ticket:
-            by_s = handle.expected_s(len(found) * space.chunk_bytes)
-            self._observer.promised(Promise(fetch.wanted.ticket, fetch.wanted.hit + len(found), handle.name, by_s))
+            by_s = max(step.handle.expected_s(len(step.found) * space.chunk_bytes) for step in steps)
+            name = steps[0].handle.name
+            self._observer.promised(Promise(fetch.wanted.ticket, fetch.wanted.hit + count, name, by_s))
         attachment = space.session.attachment
         if attachment is None or not attachment.acquire():
-            return
+            return False
         try:
-            with self._room.admitted(fetch, len(found) * space.chunk_bytes) as is_admitted:
+            with self._room.admitted(fetch, count * space.chunk_bytes) as is_admitted:
                 if not is_admitted:
-                    return
-                began_s = self._clock()
-                self._stream(fetch, handle, attachment, found)
-                took_s = self._clock() - began_s - fetch.waited_s
-            handle.fetched(fetch.loaded * space.chunk_bytes, took_s)
+                    return False
+                done = self._follow(fetch, attachment, steps, loader) if loader else 0
+                self._expect(fetch, fetch.wanted.keys[fetch.wanted.hit + done : fetch.wanted.hit + count])
+                end = 0
+                for step in steps:
+                    begin, end = end, end + len(step.found)
+                    left = step.found[max(0, done - begin) :]
+                    if left and not self._step(fetch, attachment, step, end - len(left), left):
+                        return False
+                return True
         finally:
             attachment.release()
 
+    def _step(
+        self, fetch: Fetch, attachment: Attachment, step: _Step, first: int, found: list[list[int]]
+    ) -> bool:
+        """Loads chunks from a tier; `first`: the number of the first after the hit. Returns whether all have come."""
+        fetch.agreed = step.agreed
+        began_s, waited_s, loaded = self._clock(), fetch.waited_s, fetch.loaded
+        is_whole = self._stream(fetch, step.handle, attachment, first, found)
+        took_s = self._clock() - began_s - (fetch.waited_s - waited_s)
+        step.handle.fetched((fetch.loaded - loaded) * fetch.wanted.space.chunk_bytes, took_s)
+        return is_whole
+
+    def _follow(self, fetch: Fetch, attachment: Attachment, steps: Sequence[_Step], loader: str) -> int:
+        """Loads from the pool of the node `loader` what it loads from the store. Returns how many chunks have come."""
+        space, store = fetch.wanted.space, steps[-1].handle
+        peers = next(handle for handle in self._handles if isinstance(handle.tier, SharesPool))
+        found = list(itertools.chain.from_iterable(step.found for step in steps))
+        agreed = self._agreement.of(peers, space.digest)
+        if agreed is None or self._clock() < self._alone_until_s:
+            return 0
+        assert isinstance(peers.tier, SharesPool)
+        self._expect(fetch, ())
+        keys = fetch.wanted.keys[fetch.wanted.hit : fetch.wanted.hit + len(found)]
+        names = [agreed.note.name(space.digest, key, 0, space.ranks[0]) for key in keys]
+        most = min(MAX_STORE_KEYS, max(1, DEPTH * self._batch_bytes // space.chunk_bytes))
+        following = Following(peers.tier, loader, store, names, chunk_bytes=space.chunk_bytes, clock=self._clock)
+        done = 0
+        try:
+            while done < len(found) and (there := following.there(done, most, fetch.deadline)):
+                if not self._step(fetch, attachment, _Step(peers, agreed, found), done, found[done : done + there]):
+                    break
+                done += there
+                following.came()
+        finally:
+            following.close()
+            if following.why == SLOWER:
+                self._alone_until_s = self._clock() + SLOW_S
+        peers.counters["followed"] += done
+        if done < len(found):
+            log.info("%d of %d chunks have come from the node %s, and the rest is loaded from the tier %s: %s", done,
+                     len(found), loader, store.name, following.why or "they were not read whole")
+        return done
+
     def _stream(
-        self, fetch: Fetch, handle: TierHandle, attachment: Attachment, found: list[list[int]]
-    ) -> None:
-        """Loads batch by batch: while one batch is hashed and published, others are being loaded. A fetch ahead of
-        requests has one batch at a time."""
+        self, fetch: Fetch, handle: TierHandle, attachment: Attachment, start: int, found: list[list[int]]
+    ) -> bool:
+        """Loads batch by batch, from chunk number `start` after the hit on: while one batch is hashed and published,
+        others are being loaded. A fetch ahead of requests has one batch at a time. Returns whether all chunks are in
+        the pool, or are being loaded or stored by others."""
         depth, most_bytes = (1, AHEAD_BATCH_BYTES) if fetch.is_ahead else (DEPTH, self._batch_bytes)
         in_progress: deque[_Batch] = deque()
         left = deque(self._batches(fetch.wanted.space, found, most_bytes))
@@ -300,12 +417,15 @@ class Fetches:
                 if fetch.deadline.is_over:
                     break
                 first, count = left.popleft()
-                batch = self._reserve(fetch, handle, attachment, fetch.wanted.hit + first, count, found[first])
+                at = fetch.wanted.hit + start + first
+                batch = self._reserve(fetch, handle, attachment, at, count, found[first])
                 if batch is None:
+                    left.appendleft((first, count))
                     break
                 granted = batch.granted
                 handle.counters["fetched_elsewhere"] += len(granted.busy) + len(granted.present)
                 came = len(granted.chunks) + len(granted.busy) + len(granted.present)
+                fetch.has_room = came == count
                 if came:
                     in_progress.append(batch)
                 if came < count:  # there is no room now
@@ -319,6 +439,7 @@ class Fetches:
         finally:
             for batch in in_progress:
                 is_whole = self._finish(fetch, handle, attachment, batch, is_wanted=is_whole) and is_whole
+        return is_whole and not left
 
     def _compute_s(self, fetch: Fetch, chunks: int) -> float:
         """How long the engine would compute so many chunks; without end if that is not known."""
@@ -388,6 +509,7 @@ class Fetches:
                 with self._filled:
                     self._filling -= batch.names
                     self._filled.notify_all()
+                self._expect(fetch, fetch.comes.difference(batch.keys))
         is_whole = is_whole and not (batch.is_retry and granted.limited_by)
         if not (is_wanted and is_whole and granted.busy):
             return is_whole
@@ -554,13 +676,14 @@ class _Room:
         with self._changed:
             self._queue.append(fetch)
             while self._queue[0] is not fetch or not self._fits(need_bytes):
+                fetch.has_room = False
                 if fetch.deadline.is_over:
                     self._queue.remove(fetch)
                     self._changed.notify_all()
                     return False
                 self._changed.wait(min(LOOK_S, fetch.deadline.left_s))
             self._queue.popleft()
-            self._running[fetch] = need_bytes
+            self._running[fetch], fetch.has_room = need_bytes, True
             self._changed.notify_all()
             return True
 

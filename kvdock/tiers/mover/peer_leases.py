@@ -3,6 +3,8 @@
 The mover holds each of them as it holds what it writes to a tier, so nothing of it is evicted. The other node releases
 its lease when it has read; if it does not, because it is dead or cut off, the lease ends after LEASE_S. A read that
 goes on for longer may find other bytes: whoever reads compares the checksum.
+
+A node that wants what this one is loading from a store asks with a time to wait, and is answered when it has come.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvdock.client.client import Client
 from kvdock.connectors.session import Attachment
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.mover_schemas import PeerAnswer, PeerQuestion
+from kvdock.protocol.mover_schemas import PeerAnswer, PeerQuestion, split_keys
 from kvdock.protocol.peer_schemas import PeerPart, PeerRead, PeerReadAnswer
 from kvdock.protocol.schemas import Hold, Part
+from kvdock.protocol.wire_types import KEY_BYTES
 from kvdock.shm.errors import ShmError
 from kvdock.tiers.mover.agreement import Agreement
 from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions
@@ -39,31 +43,60 @@ class _Lease:
     until_s: float
 
 
+class _Question(NamedTuple):
+    """`until_s`: when it is answered at the latest."""
+
+    question: PeerQuestion
+    until_s: float
+
+
 class PeerLeases:
-    """`answered`: called from a thread of its own with each answer. `clock`: a monotonic clock, in seconds."""
+    """`coming`: returns how many of the first keys of a namespace this node is loading from a store. `answered`: called
+    from a thread of its own with each answer. `wake`: called when peers begin to wait. `clock`: a monotonic clock, in
+    seconds."""
 
     def __init__(
         self, sessions: NamespaceSessions, client: Client, agreement: Agreement,
-        answered: Callable[[PeerAnswer], None], clock: Callable[[], float],
+        coming: Callable[[bytes, Sequence[bytes]], int], answered: Callable[[PeerAnswer], None],
+        wake: Callable[[], None], clock: Callable[[], float],
     ) -> None:
         self._sessions, self._client, self._agreement = sessions, client, agreement
-        self._answered, self._clock = answered, clock
+        self._coming, self._answered, self._wake, self._clock = coming, answered, wake, clock
         self.tier: SharesPool | None = None
         """None: it is not open yet."""
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._leases: dict[int, _Lease] = {}
+        self._waiting: list[_Question] = []
+        """Those whose first chunk is being loaded here."""
+        self._news = 0
+        """How often progressed() was called."""
         self._threads = ThreadPoolExecutor(THREADS, "kvdock-for-peers")
 
     def ask(self, question: PeerQuestion) -> None:
-        self._threads.submit(self._answer, question)
+        self._threads.submit(self._answer, _Question(question, self._clock() + question.read.wait_s))
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether peers wait for chunks that are being loaded: then end_late() is to be called often."""
+        return bool(self._waiting)
+
+    def progressed(self) -> None:
+        """Chunks have come from a store, or do not come any more. From any thread."""
+        with self._lock:
+            self._news += 1
+            waiting, self._waiting = self._waiting, []
+        for one in waiting:
+            self._threads.submit(self._answer, one)
 
     def is_busy(self, space: NamespaceSession) -> bool:
         with self._lock:
             return any(lease.space is space for lease in self._leases.values())
 
     def end_late(self) -> None:
-        """Ends the leases whose time is over."""
+        """Ends the leases, and answers the peers, whose time is over."""
+        if any(one.until_s <= self._clock() for one in self._waiting):
+            self.progressed()
         with self._lock:
             late = [number for number, lease in self._leases.items() if lease.until_s <= self._clock()]
         if late:
@@ -76,27 +109,53 @@ class PeerLeases:
             left = list(self._leases)
         self._release(left)
 
-    def _answer(self, question: PeerQuestion) -> None:
-        answer = PeerReadAnswer()
+    def _answer(self, asked: _Question) -> None:
+        answer, read = PeerReadAnswer(), asked.question.read
         try:
-            self._release(question.read.releases)
-            answer = self._read(question.read)
+            self._release(read.releases)
+            with self._lock:
+                news = self._news
+            assert isinstance(read.keys, bytes), "the server has joined them"
+            coming = self._coming(bytes.fromhex(read.namespace), split_keys(read.keys))
+            answer = self._read(read)
+            if coming and not any(answer.chunks[:1]) and asked.until_s > self._clock():
+                self._release([answer.lease])
+                self._put_off(asked, news)
+                return
+            answer.coming = coming
         except (ServerUnavailable, ApiError, ShmError) as error:
             log.info("a peer is not answered: %s", error)
         except Exception:  # whatever it was, the peer waits for an answer
             log.exception("a peer is not answered")
-        self._answered(PeerAnswer(question.number, answer))
+        self._answered(PeerAnswer(asked.question.number, answer))
+
+    def _put_off(self, asked: _Question, news: int) -> None:
+        """Answers the question once something has come. `news`: what `_news` was before it was found not to be there.
+        """
+        with self._lock:
+            is_still = self._news == news
+            if is_still:
+                self._waiting.append(asked)
+            else:
+                self._threads.submit(self._answer, asked)
+        if is_still:
+            self._wake()
 
     def _read(self, read: PeerRead) -> PeerReadAnswer:
         """Raises ServerUnavailable, ApiError, ShmError; ValueError: the address is none."""
-        assert isinstance(read.keys, bytes), "the server has joined them"
+        assert isinstance(read.keys, bytes)
         digest = bytes.fromhex(read.namespace)
         space, tier = self._sessions.of(digest), self.tier
-        if space is None or tier is None or not read.keys or self._agreement.generation(digest) != read.generation:
+        if tier is None:
             return PeerReadAnswer()
+        nothing = PeerReadAnswer(node=tier.node)
+        if read.claimer and read.keys:
+            return PeerReadAnswer(node=tier.node, loader=tier.claimed(digest, read.keys[:KEY_BYTES], read.claimer))
+        if space is None or not read.keys or self._agreement.generation(digest) != read.generation:
+            return nothing
         attachment = space.session.attachment
         if attachment is None or not attachment.acquire():
-            return PeerReadAnswer()
+            return nothing
         number = next(self._numbers)
         try:
             held = self._client.hold(Hold(
@@ -107,14 +166,16 @@ class PeerLeases:
             raise
         if held.lease is None or not attachment.grants.start(held.lease):
             attachment.release()
-            return PeerReadAnswer()
+            return nothing
         with self._lock:
             self._leases[number] = _Lease(space, attachment, held.lease, self._clock() + LEASE_S)
         try:
             parts = _parts(space, attachment, held.chunks)
             if not read.address:
-                return PeerReadAnswer(chunks=parts)
-            answer = PeerReadAnswer(engine=tier.admit(read.address), lease=number, lease_s=LEASE_S, chunks=parts)
+                return PeerReadAnswer(chunks=parts, node=tier.node)
+            answer = PeerReadAnswer(
+                engine=tier.admit(read.address), lease=number, lease_s=LEASE_S, chunks=parts, node=tier.node
+            )
             number = 0
             return answer
         finally:

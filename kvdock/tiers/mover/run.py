@@ -61,6 +61,8 @@ LISTED_AT_ONCE = 8
 """How many slices of what a tier has from before are taken in a turn."""
 TURN_S = 0.2
 """The longest time until a report is sent if no request waits for it."""
+PEERS_TURN_S = 0.02
+"""The same while other nodes wait for chunks that are being loaded."""
 REPORT_S = 0.5
 """How often the state of the tiers is reported."""
 CLOSE_S = 2.0
@@ -102,17 +104,20 @@ class Mover:
         self._fetches = Fetches(
             self._handles, self._client, self._agreement,
             FetchObserver(
-                promised=self._promised, ended=self._fetch_ended, loaded=self._loaded, lacked=self._lacked
+                promised=self._promised, ended=self._fetch_ended, loaded=self._loaded, lacked=self._lacked,
+                progressed=lambda: self._peers.progressed(),
             ),
             batch_bytes=config.batch_bytes, pool_bytes=config.pool_bytes,
         )
         self._owners: dict[str, Owner] = {}
-        self._peers = PeerLeases(self._sessions, self._client, self._agreement, self._answered_peer, clock)
+        self._peers = PeerLeases(
+            self._sessions, self._client, self._agreement, self._fetches.coming, self._answered_peer, pipe.wake, clock
+        )
         self._out = _Reports()
 
     def run(self) -> None:
         """Runs until the server has ended."""
-        while (updates := self._pipe.updates(0.0 if self._out.untold or self._out.has_more else TURN_S)) is not None:
+        while (updates := self._pipe.updates(self._turn_s)) is not None:
             self._out.has_more = False
             for tier in self._opening.take_opened():
                 self._use(tier)
@@ -127,6 +132,13 @@ class Mover:
                 self._follow(update)
             self._send_report()
         self._close()
+
+    @property
+    def _turn_s(self) -> float:
+        """How long the next turn waits for updates."""
+        if self._out.untold or self._out.has_more:
+            return 0.0
+        return PEERS_TURN_S if self._peers.has_waiting else TURN_S
 
     def _is_busy(self, space: NamespaceSession) -> bool:
         is_used = self._fetches.is_busy(space) or self._peers.is_busy(space)

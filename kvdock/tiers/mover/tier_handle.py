@@ -58,7 +58,7 @@ FAIR_S = 0.04
 COUNTED = (
     *(f"{verb}_{outcome.value}" for verb in ("load", "store") for outcome in Outcome), "loaded_bytes", "stored_bytes",
     "failures", "damaged", "declined_too_slow", "declined_too_late",
-    "fetched_elsewhere",
+    "fetched_elsewhere", "followed",
     *(f"left_out_{why}" for why in (
         "full_queue", "evicted", "no_server", "namespace_gone", "failed", "day_spent",
     )),

@@ -17,12 +17,22 @@ from typing import Final
 
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError, ServerUnavailable
-from kvdock.protocol.peer_schemas import MAX_GENERATION, MAX_NOTES, PeerNote, PeerNotes, PeerRead, PeerReadAnswer
+from kvdock.protocol.peer_schemas import (
+    MAX_GENERATION,
+    MAX_NOTES,
+    MAX_WAIT_S,
+    PeerNote,
+    PeerNotes,
+    PeerRead,
+    PeerReadAnswer,
+)
 from kvdock.protocol.wire_types import MAX_STORE_KEYS, checksum_value
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName
+from kvdock.tiers.stores.peers.claims import Claims, keeper_of
 from kvdock.tiers.stores.peers.engine import INSTALL, TIER, Engine, PeersSettings
 from kvdock.tiers.tier import (
+    Coming,
     Deadline,
     Loaded,
     NotInstalled,
@@ -38,6 +48,8 @@ from kvdock.tiers.tier import (
 
 ASK_S: Final = 1.0
 """How long a peer may take to answer."""
+CALL_S: Final = 0.1
+"""How much sooner than its caller gives up a peer answers that waits for a chunk."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 """For how long a peer that has failed is not asked: at first, and at most. It doubles with each failure in a row."""
 READERS: Final = 4
@@ -57,6 +69,8 @@ class PeerServer:
         self._rest_s, self._until_s = FIRST_REST_S, 0.0
         self.why = ""
         """Why its last call or read has failed."""
+        self.node = ""
+        """Its name among its peers; "": it has not told it since it has failed last, or is of an earlier release."""
 
     @property
     def is_resting(self) -> bool:
@@ -74,11 +88,17 @@ class PeerServer:
 
     def read(self, body: PeerRead, deadline: Deadline) -> PeerReadAnswer:
         """What it leases, or only has; nothing if it does not answer."""
+        return self.answer(body, deadline) or PeerReadAnswer()
+
+    def answer(self, body: PeerRead, deadline: Deadline) -> PeerReadAnswer | None:
+        """None: it does not answer."""
         try:
-            return self._client.peer_read(body, timeout_s=_patience_s(deadline))
+            answer = self._client.peer_read(body, timeout_s=_patience_s(deadline))
         except (ServerUnavailable, ApiError) as error:
             self.failed(str(error))
-            return PeerReadAnswer()
+            return None
+        self.node = answer.node or self.node
+        return answer
 
     def release(self, lease: int, body: PeerRead) -> None:
         """Its reads have ended. If the peer does not answer, the lease ends by itself."""
@@ -91,7 +111,7 @@ class PeerServer:
 
     def failed(self, why: str) -> None:
         with self._lock:
-            self.why = f"{self.address}: {why}"
+            self.why, self.node = f"{self.address}: {why}", ""
             if self._clock() >= self._until_s:
                 self._until_s = self._clock() + self._rest_s
                 self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
@@ -113,6 +133,7 @@ class PeersTier:
     ) -> None:
         """`clock`: a monotonic clock, `wall_s`: Unix time, both in seconds."""
         self._engine, self._wall_s, self._lock = engine, wall_s, threading.Lock()
+        self.node, self._claims = engine.name, Claims(clock)
         self._peers = [PeerServer(one, str(settings.token_file), clock) for one in settings.servers]
         self._notes: dict[bytes, Note] = {}
         self._holders: OrderedDict[tuple[bytes, bytes], PeerServer] = OrderedDict()
@@ -133,6 +154,49 @@ class PeersTier:
         """See SharesPool."""
         self._engine.admit(address)
         return self._engine.name
+
+    # -------------------------------------------------------------------------------------------------- who loads
+
+    def claimed(self, namespace: bytes, key: bytes, claimer: str) -> str:
+        """See SharesPool."""
+        return self._claims.claim(namespace, key, claimer)
+
+    def claim(self, name: PartName, deadline: Deadline) -> str:
+        """See SharesPool."""
+        known = {peer.node: peer for peer in self._peers if peer.node and not peer.is_resting}
+        keeper = keeper_of(name.key, [*known, self.node])
+        if keeper == self.node:
+            loader = self.claimed(name.namespace, name.key, self.node)
+        else:
+            (body,) = _reads_of([name])
+            body.claimer = self.node
+            loader = known[keeper].read(body, deadline).loader
+        return loader if loader in known else ""
+
+    def coming(self, node: str, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
+        """See SharesPool."""
+        peer = self._peer(node)
+        if peer is None or peer.is_resting:
+            return None
+        body = _reads_of(names)[0]
+        body.address, body.wait_s = self._engine.address, max(0.0, min(MAX_WAIT_S, _patience_s(deadline) - CALL_S))
+        body.releases = [lease] if lease else []
+        answer = peer.answer(body, deadline)
+        if answer is None:
+            return None
+        keys = _keys_of(body)
+        there = next((at for at, parts in enumerate(answer.chunks) if not parts), len(answer.chunks))
+        for key in keys[:there]:
+            self._remember(bytes.fromhex(body.namespace), key, peer)
+        return Coming(there, answer.coming, answer.lease)
+
+    def release(self, node: str, lease: int, name: PartName) -> None:
+        """See SharesPool."""
+        if (peer := self._peer(node)) is not None:
+            self._askers.submit(peer.release, lease, _reads_of([name])[0])
+
+    def _peer(self, node: str) -> PeerServer | None:
+        return next((peer for peer in self._peers if peer.node == node), None)
 
     # -------------------------------------------------------------------------------------------------- verbs
 
@@ -244,6 +308,9 @@ class PeersTier:
         ]
         peers = self._awake()
         asked = [self._askers.submit(peer.notes, told[:MAX_NOTES], deadline) for peer in peers]
+        for peer in peers if namespaces else ():
+            if not peer.node:
+                self._askers.submit(peer.read, PeerRead(namespace=told[0].namespace, generation=0, keys=b""), deadline)
         answers = [answer for one in asked if (answer := one.result()) is not None]
         if not answers:
             raise TierError(TIER, f"no other node answers: {peers[0].why}")

@@ -1,0 +1,81 @@
+"""Lets one node of several load a prefix from a store that they share, and the others read it from that node's pool.
+
+A request's fetch that is about to load from such a store claims the prefix (kvdock/tiers/stores/peers/claims.py). If
+another node has claimed it before, the fetch follows: it loads from that node's pool what has come there. It goes to
+the store itself as soon as the other node says that no more comes, does not answer, or is slower than the store. A
+fetch that follows tells others that nothing comes here, so that nobody waits for one that waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvdock.tiers.mover.tier_handle import TierHandle
+from kvdock.tiers.record import PartName
+from kvdock.tiers.tier import Deadline, SharesPool
+
+STALL_S: Final = 0.5
+"""For so long a fetch waits for the next chunk of another node."""
+SLOWER_TIMES: Final = 2.0
+"""How much slower than the store another node may be, beside STALL_S."""
+SLOW_S: Final = 10.0
+"""For so long nobody is followed after another node was slower."""
+WAIT_SHARE: Final = 0.5
+"""The most of the request's time left that is spent on waiting for the next chunk."""
+SHORTEST_S: Final = 0.02
+"""With less time than this the other node is not asked."""
+SILENT, NO_MORE = "it does not answer", "no more comes there"
+SLOWER, STALLED = "the store is much quicker", "the next chunk does not come"
+LEAST_BYTES: Final = 1 << 20
+"""Smaller prefixes are loaded by each node itself: following would take longer, and spares the store little."""
+
+
+class Following:
+    """What comes at the node `loader`, for a fetch that would load `names` from `store`. Each of `names` is one part
+    of a chunk of `chunk_bytes`. `clock`: a monotonic clock, in seconds."""
+
+    def __init__(
+        self, peers: SharesPool, loader: str, store: TierHandle, names: Sequence[PartName], *, chunk_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._peers, self._loader, self._store, self._names = peers, loader, store, names
+        self._chunk_bytes, self._clock = chunk_bytes, clock
+        self._began_s = self._came_s = clock()
+        self._lease = 0
+        self.why = ""
+        """Why nothing more is read there."""
+
+    def there(self, at: int, most: int, deadline: Deadline) -> int:
+        """How many chunks from number `at` on the other node has, `most` at most. They are held there until the next
+        call. 0: the rest is to be loaded from the store."""
+        while (left_s := self._left_s(at, most, deadline)) >= SHORTEST_S:
+            found = self._peers.coming(self._loader, self._names[at : at + most], self._lease, Deadline(left_s))
+            self._lease = found.lease if found is not None else 0
+            if found is not None and found.there:
+                return found.there
+            if found is None or not found.expected:
+                self.why = SILENT if found is None else NO_MORE
+                break
+        return 0
+
+    def came(self) -> None:
+        """What was there is in this pool."""
+        self._came_s = self._clock()
+
+    def close(self) -> None:
+        if self._lease:
+            self._peers.release(self._loader, self._lease, self._names[0])
+
+    def _left_s(self, at: int, most: int, deadline: Deadline) -> float:
+        now_s = self._clock()
+        left_s = min(self._came_s + STALL_S - now_s, WAIT_SHARE * deadline.left_s)
+        if self._store.fetches.count:  # else its speed is not known
+            store_s = self._store.expected_s(min(at + most, len(self._names)) * self._chunk_bytes)
+            until_s = self._began_s + STALL_S + SLOWER_TIMES * store_s
+            if until_s - now_s < SHORTEST_S:
+                self.why = SLOWER
+            left_s = min(left_s, until_s - now_s)
+        self.why = self.why or (STALLED if left_s < SHORTEST_S else "")
+        return left_s
+

@@ -263,11 +263,14 @@ async def _settle() -> None:
 
 
 async def collect_garbage() -> None:
-    """Until cancelled. Each collection has a turn of its own, in place of some call's."""
+    """Until cancelled. Each collection has a turn of its own, in place of some call's. There is none while collections
+    are disabled: a thread is making much that stays (`not_collected`)."""
     full_at = FULL_EVERY
     for number in itertools.count(1):
         await asyncio.sleep(YOUNG_S)
         await next_slice()
+        if not gc.isenabled():
+            continue
         if number < full_at:
             gc.collect(int(number % MIDDLE_EVERY == 0))
             continue

@@ -8,9 +8,11 @@ after the other, in the order in which its own came.
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -28,6 +30,18 @@ SHORT_READ_BYTES: Final = 4 << 10
 them."""
 LONG_READ_BYTES: Final = 64 << 10
 CALLS_WAITING: Final = 16
+
+
+@contextmanager
+def not_collected() -> Iterator[None]:
+    """In a thread that makes much that stays. A collection of garbage walks all of it on the thread that makes one more
+    object, which may be the event loop's: so there is none meanwhile, and none looks at these objects later."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 class SharedTurns:

@@ -21,6 +21,8 @@ from app_rig import CHAIN, OWN, Rig, ask, commit, opened, store
 from turns import turns_of
 
 from kvdock.api import server, turns as slices_of_time
+from kvdock.api.build import _routed_app
+from kvdock.api.http.routes_people import _documents
 from kvdock.api.keeper import Keeper
 from kvdock.api.pool.registry import KEYS_OF_PART, SLICE_SESSIONS, NamespaceRecord
 from kvdock.api.record.curve import Curves
@@ -277,14 +279,38 @@ def test_garbage_that_has_grown_old_is_collected(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(server, "FULL_EVERY", 5)
     circle = Circle()
     seen = weakref.ref(circle)
-    gc.disable()  # Python's own collections would find it, too
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)  # Python's own collections would find it, too
     try:
         gc.collect()  # it is of the oldest generation now
         del circle
         asyncio.run(story())
     finally:
-        gc.enable()
+        gc.set_threshold(*thresholds)
     assert seen() is None
+
+
+def test_no_collection_walks_what_the_documents_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hold the event loop for 30 ms, although a thread makes them."""
+    enabled, app = list[bool](), _routed_app()
+
+    async def story() -> None:
+        collecting = asyncio.create_task(collect_garbage())
+        await _documents(app)
+        await asyncio.sleep(4 * YOUNG_S)
+        collecting.cancel()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        enabled.append(gc.isenabled())
+
+    monkeypatch.setattr(server, "YOUNG_S", 0.001)
+    gc.callbacks.append(note)
+    try:
+        asyncio.run(story())
+    finally:
+        gc.callbacks.remove(note)
+    assert enabled and all(enabled), "a collection ran while they were made"
+    assert not any(one is app.openapi_schema for one in gc.get_objects()), "it is never walked again"
 
 
 def test_all_tenants_are_looked_at_in_slices(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

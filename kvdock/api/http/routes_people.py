@@ -27,6 +27,7 @@ from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Curso
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.metrics import CLASSIC, OPEN_METRICS
 from kvdock.api.reports.status import Probes
+from kvdock.api.turns import not_collected
 from kvdock.protocol import admin_schemas as a, calls as c
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import CODES, ApiError
@@ -323,8 +324,9 @@ async def _documents(app: FastAPI) -> Documents:
 
 
 def _make_documents(app: FastAPI) -> Documents:
-    schema = openapi_schema(app, ENGINE_CALLS)
-    return Documents(msgspec.json.encode(schema), docs_page(schema).encode())
+    with not_collected():
+        schema = openapi_schema(app, ENGINE_CALLS)
+        return Documents(msgspec.json.encode(schema), docs_page(schema).encode())
 
 
 @router.get("/openapi.json", include_in_schema=False)

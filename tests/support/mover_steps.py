@@ -151,7 +151,7 @@ def put_hangs(hung: Path) -> None:
 
 
 def movers_of(server_pid: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(server_pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in psutil.Process(server_pid).children() if not has_ended(child)]
 
 
 def has_ended(process: psutil.Process) -> bool:

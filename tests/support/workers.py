@@ -30,19 +30,19 @@ WORKERS: Final = 6
 ENGINE_WORKERS: Final = 2
 """For tests inside vLLM and SGLang, which compute: with three, a run of all of vLLM's took half as long again."""
 LONGEST: Final = (
-    "tests/tiers/test_clears.py", "tests/page/test_views.py", "tests/cli/test_demo.py",
-    "tests/page/test_hostile_pages.py", "tests/page/test_states.py", "tests/page/test_page.py",
-    "tests/tiers/test_watching.py", "tests/page/test_reach.py", "tests/api/test_floods.py", "tests/api/test_faults.py",
-    "tests/cli/test_end.py", "tests/cli/test_top.py", "tests/cli/test_cli.py", "tests/tiers/test_mover.py",
-    "tests/tiers/test_prefetches.py", "tests/api/test_fuzz.py", "tests/engine/test_same_tokens_matrix.py",
-    "tests/engine/test_connector.py", "tests/page/test_admin_page.py", "tests/engine/test_tp.py",
-    "tests/api/test_takeover.py", "tests/tiers/test_conformance.py", "tests/tiers/test_frozen_midway.py",
-    "tests/page/test_live.py", "tests/engine/test_same_tokens.py", "tests/engine/test_trained.py",
-    "tests/tiers/test_shared_stores.py", "tests/page/test_million.py", "tests/tiers/test_kills.py",
-    "tests/kill/test_matrix.py", "tests/house/test_supply_chain.py", "tests/engine/test_same_tokens_tp.py",
-    "tests/engine/test_packed.py", "tests/curve/test_curve.py", "tests/tiers/test_packed_parts.py",
-    "tests/cli/test_asks.py", "tests/api/test_explain.py", "tests/api/test_flat.py", "tests/engine/test_traces.py",
-    "tests/engine/test_scheduling.py",
+    "tests/tiers/test_clears.py", "tests/page/test_views.py", "tests/tiers/test_peers.py", "tests/tiers/test_herds.py",
+    "tests/cli/test_demo.py", "tests/page/test_hostile_pages.py", "tests/page/test_states.py",
+    "tests/page/test_page.py", "tests/tiers/test_watching.py", "tests/page/test_reach.py", "tests/api/test_floods.py",
+    "tests/api/test_faults.py", "tests/cli/test_end.py", "tests/cli/test_top.py", "tests/cli/test_cli.py",
+    "tests/tiers/test_mover.py", "tests/tiers/test_prefetches.py", "tests/api/test_fuzz.py",
+    "tests/engine/test_same_tokens_matrix.py", "tests/engine/test_connector.py", "tests/page/test_admin_page.py",
+    "tests/engine/test_tp.py", "tests/api/test_takeover.py", "tests/tiers/test_conformance.py",
+    "tests/tiers/test_frozen_midway.py", "tests/page/test_live.py", "tests/engine/test_same_tokens.py",
+    "tests/engine/test_trained.py", "tests/tiers/test_shared_stores.py", "tests/page/test_million.py",
+    "tests/tiers/test_kills.py", "tests/kill/test_matrix.py", "tests/house/test_supply_chain.py",
+    "tests/engine/test_same_tokens_tp.py", "tests/engine/test_packed.py", "tests/curve/test_curve.py",
+    "tests/tiers/test_packed_parts.py", "tests/cli/test_asks.py", "tests/api/test_explain.py", "tests/api/test_flat.py",
+    "tests/engine/test_traces.py", "tests/engine/test_scheduling.py",
 )
 """Modules, by how long they take (--durations=0 says so): one that came last would have a worker to itself. The kill
 matrix is late because its extension is compiled meanwhile."""

@@ -27,7 +27,7 @@ from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Curso
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.metrics import CLASSIC, OPEN_METRICS
 from kvdock.api.reports.status import Probes
-from kvdock.api.turns import not_collected
+from kvdock.api.turns import next_slice, not_collected
 from kvdock.protocol import admin_schemas as a, calls as c
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import CODES, ApiError
@@ -316,11 +316,14 @@ class Documents(NamedTuple):
 
 
 async def _documents(app: FastAPI) -> Documents:
-    """Made once, in a thread: it takes about 100 ms. Calls that ask meanwhile wait for the same result."""
+    """Made once, in a thread: it takes about 100 ms. Calls that ask meanwhile wait for the same result; to send it takes
+    a turn of its own for each of them."""
     making: asyncio.Task[Documents] | None = getattr(app.state, "documents", None)
     if making is None:
         making = app.state.documents = asyncio.create_task(asyncio.to_thread(_make_documents, app))
-    return await asyncio.shield(making)
+    made = await asyncio.shield(making)
+    await next_slice()
+    return made
 
 
 def _make_documents(app: FastAPI) -> Documents:

@@ -316,8 +316,8 @@ class Documents(NamedTuple):
 
 
 async def _documents(app: FastAPI) -> Documents:
-    """Made once, in a thread: it takes about 100 ms. Calls that ask meanwhile wait for the same result; to send it takes
-    a turn of its own for each of them."""
+    """Made once, in a thread: it takes about 100 ms. Calls that ask meanwhile wait for the same result; each of them is
+    answered in a turn of its own."""
     making: asyncio.Task[Documents] | None = getattr(app.state, "documents", None)
     if making is None:
         making = app.state.documents = asyncio.create_task(asyncio.to_thread(_make_documents, app))

@@ -76,7 +76,7 @@ struct ReserveCall {
   // How many chunks may be evicted to begin with. If that is not enough, the call grants nothing, and the next one has
   // `goes_on`.
   uint32_t most_evicted = UINT32_MAX;
-  bool goes_on = false;  // the table did not decline the store when it came first
+  bool goes_on = false;  // the call is repeated, because its last answer had more
 };
 struct ReserveResult {
   uint64_t grant = 0;

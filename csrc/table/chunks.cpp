@@ -80,6 +80,14 @@ Chunks::Reserved Chunks::reserve(const NewChunk& chunk) {
   return {*id, Limit::none};
 }
 
+bool Chunks::make_room(const NewChunk& chunk, uint32_t count, uint32_t max_chunks) {
+  if (max_chunks == UINT32_MAX) return false;  // reserve() evicts what is needed
+  eviction_.add_child(chunk.space, chunk.parent);
+  const bool has_more = eviction_.make_room(chunk, count, max_chunks);
+  eviction_.drop_child(chunk.space, chunk.parent);
+  return has_more;
+}
+
 std::optional<uint32_t> Chunks::take_id(const NewChunk& chunk, uint32_t parts) {
   constexpr int kMostEvicted = 64;
   std::optional<uint32_t> id;

@@ -47,9 +47,8 @@ class Chunks {
     Limit limited = Limit::none;
   };
   Reserved reserve(const NewChunk& chunk);
-  bool make_room(const NewChunk& chunk, uint32_t count, uint32_t max_chunks) {
-    return max_chunks < UINT32_MAX && eviction_.make_room(chunk, count, max_chunks);
-  }
+  // See Eviction. The parent of the first chunk stays.
+  bool make_room(const NewChunk& chunk, uint32_t count, uint32_t max_chunks);
   bool declines(uint32_t space, const Key& parent, std::span<const Key> keys, uint64_t bytes) {
     return eviction_.declines(space, parent, keys, bytes);
   }

@@ -369,9 +369,11 @@ bool Eviction::make_room(const NewChunk& chunk, uint32_t count, uint32_t max_chu
   };
   const uint32_t tenant = spaces_.tenant_of(chunk.space);
   const Tenants& tenants = spaces_.tenants();
-  const uint64_t all_bytes = chunk.bytes * count;
-  if (!tenants.is_over(tenant) && tenants.could_fit(tenant, all_bytes, count))
-    evict_while([&] { return !tenants.fits(tenant, all_bytes, count); }, [&] { evict_of(tenant); });
+  if (tenants.is_over(tenant)) return false;  // as evict_for_quota()
+  while (count && !tenants.could_fit(tenant, chunk.bytes * count, count)) --count;
+  evict_while([&] { return !tenants.fits(tenant, chunk.bytes * count, count); }, [&] { evict_of(tenant); });
+  while (count && !has_more && !tenants.fits(tenant, chunk.bytes * count, count)) --count;
+  if (!count) return has_more;  // nothing of others goes for what the quota refuses
   size_t ids = records_.free_ids(parts, count);
   evict_while([&] { return ids < count; }, [&] { ids += evict_for_id(chunk.space, parts); });
   std::map<uint64_t, uint64_t> wanted;  // bytes by slot size
@@ -380,8 +382,16 @@ bool Eviction::make_room(const NewChunk& chunk, uint32_t count, uint32_t max_chu
     if (chunk.groups >> g & 1) wanted[size] += size * ns.writers * count;
   }
   for (auto [size, bytes] : wanted) {
-    const uint64_t before = slots_.free_bytes(), has = slots_.available_for(size, bytes);
-    evict_while([&, size = size, bytes = bytes] { return has + slots_.free_bytes() - before < bytes; },
+    uint64_t before = slots_.free_bytes(), has = slots_.available_for(size, bytes);
+    auto lacks = [&, size = size, bytes = bytes] {
+      auto seems = [&] { return has + slots_.free_bytes() - before; };
+      if (seems() >= bytes && slots_.free_bytes() != before) {  // it may have come in slots of other sizes
+        has = slots_.available_for(size, bytes);
+        before = slots_.free_bytes();
+      }
+      return seems() < bytes;
+    };
+    evict_while(lacks,
                 [&, size = size] {
                   cause_ = Gone::room;
                   room_.wanted.insert(size);

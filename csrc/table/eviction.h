@@ -52,7 +52,8 @@ class Eviction {
   bool evict_for_id(uint32_t space, uint32_t parts);
   bool evict_for_slot(uint64_t bytes, const NewChunk& chunk);
   bool evict_for_quota(const NewChunk& chunk);  // false: the chunk does not fit its tenant's quota
-  // Evicts at most max_chunks of those that `count` chunks like this one need room of. Returns whether there are more.
+  // Makes room for `count` chunks like this one, as far as their tenant's quota has them. Evicts at most max_chunks;
+  // returns whether that was too few.
   bool make_room(const NewChunk& chunk, uint32_t count, uint32_t max_chunks);
   // Whether the pool is full and these chunks, of a chain under `parent`, would be evicted before all that are there.
   // If so, the policy remembers that they were asked for, and a lookup that misses them is told why. Chunks that follow

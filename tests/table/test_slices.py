@@ -234,6 +234,37 @@ def test_what_a_store_names_and_what_comes_before_it_is_not_evicted_for_it() -> 
     assert all(engine.has(one) for one in OLD[:8])
 
 
+@pytest.mark.parametrize("most", [8, None])
+def test_a_store_never_evicts_the_chunk_that_it_follows(most: int | None) -> None:
+    """The end of its own prompt is all that the tenant has, and may be what is worth least."""
+    tenant, prompt = key("tenant")[:16], chain("prompt", 60)
+    engine = Client(new_table(CHUNKS * PAGE), PAGE, tenant=tenant)
+    engine.table.set_quota(tenant, bytes=None, chunks=50)
+    assert engine.store(prompt[:40]) == 40
+    more = {} if most is None else {"most_evicted": most}
+    found = engine.reserve(prompt[40:], prompt[39], **more)
+    assert not found.has_more and (found.chunk_count, found.limited) == (10, "quota")
+    assert all(map(engine.has, prompt[:40]))
+
+
+@pytest.mark.parametrize("held", [0, 30])
+def test_a_store_that_its_quota_refuses_evicts_nothing_of_others(held: int) -> None:
+    """A quota of 40 chunks, of which `held` are leased, in a pool that others have filled."""
+    tenant = key("tenant")[:16]
+    others = full()
+    engine = Client(others.table, PAGE, tenant=tenant, name="limited", namespace="limited")
+    engine.table.set_quota(tenant, bytes=None, chunks=40)
+    mine = chain("mine", 40)
+    assert engine.store(mine) == 40
+    if held:
+        assert engine.lookup(mine[:held], "reads").lease
+    before = sum(map(others.has, OLD))
+    found, _ = reserved_in_slices(engine, NEW, 16)
+    assert (found.chunk_count, found.limited) == (40 - held, "quota")
+    assert sum(map(others.has, OLD)) == before
+    engine.table.check_integrity()
+
+
 def test_a_store_that_was_not_declined_at_first_is_not_declined_midway() -> None:
     """What is left becomes worth more, the more of the rest is evicted."""
     engine = Client(new_table(64 * PAGE), PAGE)

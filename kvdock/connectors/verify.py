@@ -120,12 +120,7 @@ class ChecksumVerifier(Verifier):
 
     def trusts(self, attachment: Attachment, answer: LookupAnswer) -> bool:
         """See Verifier."""
-        if self._trust is None or not attachment.acquire():
-            return False
-        try:
-            return not self._trust.others(attachment.session, answer.chunks)
-        finally:
-            attachment.release()
+        return self._trust is not None and not self._trust.others(attachment.session, answer.chunks)
 
     def _damaged(self, attachment: Attachment, answer: LookupAnswer) -> list[int]:
         if self._trust is not None:

@@ -248,7 +248,16 @@ class WorkerConnector:
         except CallFailed as error:
             self.session.lost(attachment, error)
             loading.lost = True
+        except Exception:  # whatever it was, somebody must wait for the copies that were submitted before it
+            log.exception("load request=%s failed", plan.request_id)
+            loading.lost = True
         return loading
+
+    def maps(self, attachment: Attachment, plan: LoadPlan) -> bool:
+        """Whether all segments that a load needs are mapped, so that submit_load() does not ask the server for them."""
+        known = {one.id for one in attachment.hold.segments.segments}
+        writers = self.session.manifest.writers
+        return all(known.issuperset(plan.arrays.segments(own.group, own.rank % writers)) for own in self._owns)
 
     def _submit(
         self, loading: Loading, own: Own, loader: Copier, some: range, bands: Bands | None, after: int | None

@@ -3,10 +3,11 @@
     load ──► queue ──► start ──► submit ──► copies ──────────────────► │
                          └► batch ◄── wait_until(layer) …… forward …… finish ──► "kvdock-settle": reports to the server
 
-SGLang's scheduler thread does all of it but the reports. Another thread of Python would want the interpreter lock while
-SGLang launches the forward pass: each time it could wait for 5 ms (Python's switch interval), and SGLang's thread would
-wait meanwhile. A thread of kvdock's submits the copies only if the GPU has not computed the indices of the pages soon.
-In a pipeline, this thread also notes for the other stages how the copies have ended (stages.py).
+SGLang's scheduler thread does all of it but the reports. Another thread of Python would need the interpreter lock while
+SGLang launches the forward pass: it could wait 5 ms for it (Python's switch interval), and then SGLang's thread would
+wait for that thread. A thread of kvdock's submits the copies only where SGLang's thread would have to wait: for the
+GPU to compute the indices of the pages, or for the server, which has added a segment. In a pipeline, one more thread
+notes for the other stages how the copies have ended (stages.py).
 
 The forward pass asks for each layer's KV before it reads this KV. On a GPU, the forward pass's stream is then ordered
 after the copy of the layer's band, so loading and computing overlap; on a CPU, the forward pass waits for the copies of
@@ -77,6 +78,14 @@ class _Batch:
         return now_s - self.started_s if None in copies else self.submit_s + sum(s for s in copies if s is not None)
 
 
+class _Threads(NamedTuple):
+    """Each has one thread. Notes wait for copies, and reports for the server: no submission must wait for these."""
+
+    submits: Background
+    notes: Background
+    settles: Background
+
+
 class Ready(NamedTuple):
     """Whether the GPU has computed the indices of pages. `wait`: waits until it has."""
 
@@ -84,7 +93,7 @@ class Ready(NamedTuple):
     wait: Callable[[], object] = lambda: None
 
     def comes_soon(self, clock: Callable[[], float]) -> bool:
-        """Whether it has, or does within SOON_S."""
+        """Whether the GPU has computed them, or does so within SOON_S."""
         end_s = clock() + SOON_S
         while not self.has_come():
             if clock() > end_s:
@@ -153,7 +162,7 @@ class Loads:
         self._layers = Layers([waits(group, count) for group in groups], VERIFIED_BEFORE)
         self.counter = LayerCounter(count, self._wait_for_layer, any(group.has_slots for group in groups))
         self.verdicts = Verdicts(ranks)
-        self._loading, self._settling = Background("kvdock-load"), Background("kvdock-settle")
+        self._threads = _Threads(Background("kvdock-load"), Background("kvdock-note"), Background("kvdock-settle"))
         self._queued: dict[str, QueuedLoad | None] = {}
         """None: this rank takes no part in the load."""
         self._batches: dict[int, _Batch] = {}
@@ -179,30 +188,36 @@ class Loads:
 
     def give_up(self, attachment: Attachment, plan: LoadPlan) -> None:
         """Gives back a plan of which nothing was or will be copied here."""
-        self._settling.run(self._give_back, attachment, plan)
+        self._threads.settles.run(self._give_back, attachment, plan)
 
     def start(self, ready: Ready) -> int:
         """Starts the queued loads. Returns the number of the batch; -1: nothing is queued."""
         if not self._queued:
             return -1
-        submits_now = all(one.submitted.done() for one in self._batches.values()) and ready.comes_soon(self._clock)
         self._started += 1
         loads, now = tuple(load for load in self._queued.values() if load is not None), self._weights
         is_outdated = not now.may_share or any(load.epoch != now.epoch for load in loads)
         if is_outdated:
             log.warning("%s loads were promised for other weights than those of now: their requests end", len(loads))
         if refused := len(self._queued) - len(loads):
-            log.warning("%s loads fail, because this rank is not attached to their session", refused)
+            log.warning("%s loads fail: this rank is not attached to the session of %s", len(self._queued), refused)
         batch = _Batch(loads, self._started, is_outdated or refused > 0, self._clock())
         self._batches[self._started] = batch
         self._queued.clear()
-        if submits_now:
+        if self._may_submit_now(batch, ready):
             self._submit(batch, ready)
         else:
-            self._loading.run(self._submit, batch, ready)
+            self._threads.submits.run(self._submit, batch, ready)
         if (notes := self._ranks.notes) is not None:
-            self._loading.run(self._note, batch, notes)
+            self._threads.notes.run(self._note, batch, notes)
         return self._started
+
+    def _may_submit_now(self, batch: _Batch, ready: Ready) -> bool:
+        """Whether SGLang's thread would wait for nothing: neither for another thread, nor a server, nor long for the
+        GPU."""
+        others = [one.submitted.done() for one in self._batches.values() if one is not batch]
+        are_mapped = (self._pools.worker.maps(load.attachment, load.plan) for load in batch.loads)
+        return all(others) and all(are_mapped) and ready.comes_soon(self._clock)
 
     def finish(self, index: int) -> bool:
         """Waits for a batch. Returns whether all its loads are complete on all ranks."""
@@ -213,7 +228,7 @@ class Loads:
         landed = (
             self._ranks.all_agree(self._have_landed(batch, loadings)) if notes is None else notes.all_landed(index)
         )
-        self._settling.run(self._settle, batch, loadings)
+        self._threads.settles.run(self._settle, batch, loadings)
         took_s = batch.took_s(loadings, self._clock())
         for load, loading in zip(batch.loads, loadings, strict=False):  # none is copied if it is outdated
             load.copy_s = loading.took_s()
@@ -236,11 +251,15 @@ class Loads:
     def close(self) -> None:
         for rid in list(self._queued):
             self.cancel(rid)
+        self._threads.submits.close()
+        self._threads.notes.close()
         for batch in self._batches.values():  # SGLang ends, and asks for no verdict
-            self._settling.run(self._settle, batch, batch.submitted.result())
+            loadings = batch.submitted.result()
+            if self._ranks.notes is None:
+                self._have_landed(batch, loadings)
+            self._threads.settles.run(self._settle, batch, loadings)
         self._batches.clear()
-        self._loading.close()
-        self._settling.close()
+        self._threads.settles.close()
 
     # ------------------------------------------------------------------ the forward pass
 
@@ -260,8 +279,7 @@ class Loads:
     # ------------------------------------------------------------------ copies
 
     def _submit(self, batch: _Batch, ready: Ready) -> None:
-        """Submits the copies. A load that cannot be submitted fails, whatever the cause, and those after it. In the
-        background if SGLang's thread would wait for the GPU."""
+        """Submits the copies. A load that cannot be submitted fails, whatever the cause, and those after it."""
         loadings, bands = list[Loading](), self._layers.bands if self._pools.stream is not None else None
         try:
             ready.wait()
@@ -280,6 +298,8 @@ class Loads:
     def _have_landed(self, batch: _Batch, loadings: Sequence[Loading]) -> bool:
         """Waits for the copies. Whether all loads of the batch are complete here."""
         try:
+            for loading in loadings:
+                loading.wait(None)  # before any verdict: after a bad one SGLang gives the pages to others
             valid = [self._pools.worker.finish_load(loading) for loading in loadings]
         except Exception:  # it must not end SGLang's thread
             log.exception("a load has no verdict")

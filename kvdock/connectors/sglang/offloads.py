@@ -10,7 +10,9 @@ An offer belongs to the weights that the engine ran when it was made. When the w
 started are dropped, so that a flush of SGLang's cache waits only for copies in progress.
 
 Pages that were loaded a moment ago are not offered to the server again: SGLang offers the pages of a load once their
-request is in its tree. An offer succeeds if the server has all of its pages; SGLang repeats an offer that fails.
+request is in its tree. An offer succeeds if the server has all of its pages; SGLang repeats an offer that fails. In a
+pipeline the first stage alone tells the outcome: what a later stage could not store is a miss until SGLang offers it
+again.
 
 Invariant: each offer ends exactly once, after its last copy; each reservation is carried out or aborted.
 """

@@ -69,7 +69,8 @@ class Ranks:
     def named(self, name: str) -> str:
         """Returns rank 0's `name` in every rank: the engine's. Under it the stages have their notes."""
         shared = self.share(name)
-        if self.stages > 1:
+        if self._decisions is not None:
+            self._decisions.delivered()  # this rank may refuse the engine next, and be gone
             from torch.distributed import distributed_c10d as c10d
 
             store: Any = c10d.PrefixStore(f"kvdock {shared}", c10d._get_default_store())

@@ -14,6 +14,7 @@ receives as many as the one before it has sent.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 from collections import deque
@@ -31,7 +32,7 @@ STEPS_BEHIND = 2
 """After so many steps of the scheduler's loop, the next stage has received a message: SGLang's own messages to it wait
 for it, too."""
 KEPT_OUTCOMES = 256
-"""How many outcomes of loads a rank leaves in the store. The stages are fewer batches apart."""
+"""How many outcomes of loads a rank leaves in the store. No rank reads one that is so many batches old."""
 PATIENCE_S = 60.0
 
 
@@ -61,6 +62,12 @@ class Decisions:
         while len(self._sent) > STEPS_BEHIND + 1:
             for work, _ in self._sent.popleft():
                 work.wait()
+
+    def delivered(self) -> None:
+        """Waits until the next stage has received all. Only at the start."""
+        for work, _ in itertools.chain.from_iterable(self._sent):
+            work.wait()
+        self._sent = deque([[]])
 
     def _send(self, value: object) -> None:
         import torch
@@ -112,7 +119,8 @@ class Notes:
         """Waits until the loads of the batch have ended on all ranks. Returns whether all are complete."""
         keys = [f"landed {number} {rank}" for rank in self._ranks]
         while not self._waited(keys):
-            log.warning("loads have not ended on all ranks within %g s", PATIENCE_S)
+            missing = [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._reads.check([key])]
+            log.warning("loads of batch %s have not ended on ranks %s within %g s", number, missing, PATIENCE_S)
         return set(self._reads.multi_get(keys)) == {b"1"}
 
     def _waited(self, keys: Sequence[str]) -> bool:

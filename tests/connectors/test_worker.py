@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
 from kvdock.client.client import Client
 from kvdock.connectors.plans import LoadPiece
 from kvdock.connectors.ranks import Answer, Order, Peers
-from kvdock.connectors.worker import FIRST_PARTS, Bands
+from kvdock.connectors.worker import FIRST_PARTS, Bands, Loading, Own
 from kvdock.protocol import schemas as s
 from kvdock.shm.objects import SHM_DIR, unlink
 
@@ -88,6 +89,35 @@ def test_a_load_by_layers_is_one_copy(server: ServerProcess) -> None:
             assert [len(pieces) for _, pieces, _ in loading.copies] == copies
             rig.connector.worker.end_load(loading)
             begun[0].release()
+
+
+def test_copies_that_were_submitted_before_something_unexpected_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else they would write to blocks that the engine gives to others, and read slots without a lease."""
+    with Rig(server.unix, salt="unexpected", num_blocks=256) as rig:
+        chunks, worker = FIRST_PARTS + 2, rig.connector.worker
+        tokens, into = tokens_of(14, chunks), range(128, 128 + chunks * PER_CHUNK)
+        rig.store("w", tokens, range(chunks * PER_CHUNK))
+        begun = rig.connector.scheduler.lookups.begin_load("r", [into], 0, rig.lookup("r", tokens))
+        assert begun is not None
+        submit, ranges = worker._submit, list[range]()
+
+        def fails_later(loading: Loading, own: Own, loader: Any, some: range, *more: Any) -> None:
+            ranges.append(some)
+            if len(ranges) > 1:
+                raise RuntimeError("unexpected")
+            submit(loading, own, loader, some, *more)
+
+        monkeypatch.setattr(worker, "_submit", fails_later)
+        loading = worker.submit_load(*begun)
+        assert loading.lost and len(loading.copies) == 1 and "load request=r failed" in caplog.text
+        assert worker.finish_load(loading) == 0 and all(copy.done() for _, _, copy in loading.copies)
+        worker.end_load(loading)
+        worker.settle(begun[0])
+        begun[0].release()
+        with Client(server.unix) as client:
+            eventually(lambda: client.status().leases == 0)
 
 
 @pytest.mark.security

@@ -134,7 +134,7 @@ def build(
         lists=lists, contents=contents,
         explainer=Explainer(Sources(tally.recent, beginnings, contents, tiers.tiers), registry, pool.table, clock),
         probes=probes,
-        metrics=Metrics(server_metrics, lists, sessions.quotas, judge, clocks.now_s),
+        metrics=Metrics(server_metrics, lists, sessions.quotas, judge, tally, clocks.now_s),
         events=feeds.events, kv_stream=feeds.kv_stream,
         body_limit_bytes=settings.body_limit_bytes, body_capacity=BodyCapacity.for_bodies_of(settings.body_limit_bytes),
     )

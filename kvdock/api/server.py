@@ -194,7 +194,7 @@ class Server:
                     parts.background.begin("serving lower tiers", lambda: _serve_tiers(keeper, mover))
                 yield
                 if drain.keeps_pool:
-                    parts.sampler.keep()
+                    await parts.sampler.keep()
                 task.cancel()
                 await asyncio.wait([task])
                 await parts.background.end()

@@ -35,7 +35,9 @@ CALLS_WAITING: Final = 16
 @contextmanager
 def not_collected() -> Iterator[None]:
     """In a thread that makes much that stays. A collection of garbage walks all of it on the thread that makes one more
-    object, which may be the event loop's: so there is none meanwhile, and none looks at these objects later."""
+    object, which may be the event loop's: so there is none meanwhile, and later ones leave out every object that is in
+    the process when this ends. That includes objects of calls in flight: they end with their last reference, but a
+    circle of references among them stays for good."""
     gc.disable()
     try:
         yield

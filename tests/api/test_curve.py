@@ -181,6 +181,9 @@ def test_the_next_server_of_a_pool_goes_on_with_its_curve() -> None:
             assert before["covers_s"] < after["covers_s"] < before["covers_s"] + 60
 
 
+async def nothing_waits() -> None: ...
+
+
 def test_a_curve_that_was_kept_ages_while_no_server_runs(tmp_path: Path) -> None:
     settings = Settings.load(small_pool(socket_path=str(tmp_path / "s")))
     pool, now_s, wall_s = open_pool(settings, secrets.randbits), [1000.0], [5000.0]
@@ -192,10 +195,10 @@ def test_a_curve_that_was_kept_ages_while_no_server_runs(tmp_path: Path) -> None
         first, space = server(), NamespaceRecord(0, bytes(32), manifest(), "")
         for _ in range(64):
             first.looked_up(space, bytes.fromhex("".join(keys(4, "old"))), 0)
-        asyncio.run(first.keep_when_due())
+        asyncio.run(first.keep_when_due(nothing_waits))
         assert not kept.read(), "not yet due"
         now_s[0] += 60
-        asyncio.run(first.keep_when_due())
+        asyncio.run(first.keep_when_due(nothing_waits))
         peer = of_user(os.geteuid())
         now_s[0], wall_s[0] = 3.0, 5000.0 + 6 * 3600
         assert asyncio.run(server().total(peer)).lookups == 32

@@ -246,7 +246,7 @@ def test_collections_walk_no_record_of_sessions_requests_and_chunks() -> None:
                 keys = [*CHAIN[:2], "0" * 64]
                 asked = s.Lookup(session=rig.session, member="m", request=f"q{next(names)}", keys=keys)
                 await rig.parts.handlers.service.lookup(OWN, asked, JSON)
-            rig.parts.sampler._tally.catch_up()
+            await rig.parts.sampler._tally.catch_up()
             rig.parts.feeds.catch_up()
 
         def announce() -> None:

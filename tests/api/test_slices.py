@@ -396,7 +396,7 @@ def test_why_chunks_are_missing_is_looked_into_for_so_many_runs_of_them(rig: Rig
     async def missing(asked: list[str]) -> list[tuple[int, str]]:
         body = s.Lookup(session=rig.session, member="m", request=asked[1], keys=asked)
         assert (await service.lookup(OWN, body, JSON)).hit_tokens == 0
-        rig.parts.sampler._tally.catch_up()
+        await rig.parts.sampler._tally.catch_up()
         of_request = answers._open.get((table_id, service._names.digest(body.request)))
         assert of_request is not None
         return [(one.end, one.why) for one in of_request[0].missing]

@@ -135,7 +135,7 @@ def test_what_long_lookups_count_has_a_turn_for_each() -> None:
 
     with opened() as rig:
         tally = rig.parts.sampler._tally
-        tally.catch_up()
+        asyncio.run(tally.catch_up())
         assert max(Counter(asyncio.run(turns_of(tally, spin, 10))).values()) == 1
         assert max(Counter(asyncio.run(turns_of(tally, lambda: None, 100))).values()) > 10
 

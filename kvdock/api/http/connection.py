@@ -14,7 +14,7 @@ import math
 import os
 import re
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,6 +32,7 @@ from kvdock.api.record.timings import Meter
 from kvdock.api.turns import ENDS_OF_TURN, ENGINE_READS_OF_TURN, LONG_READ_BYTES, SHORT_READ_BYTES, ReadTurns
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
+from kvdock.protocol.reports import Problem
 
 STRANGERS_SHARE = 0.5
 """The share of all connections that strangers of one address may have."""
@@ -190,6 +191,11 @@ class Connection(HttpToolsProtocol):
         return self.address if shown.tenant is None else shown.name
 
     @property
+    def _payer(self) -> Hashable:
+        """Who pays for refused calls: of processes that are not seen here, each connection for itself."""
+        return self._arriving if self.app_state["peer"].is_unix and not self.who else self.who
+
+    @property
     def waits(self) -> bool:
         """Whether it waits for its client: for a request, or until answers are read."""
         return self._is_idle() or self._arriving.stage in (Stage.HEAD, Stage.BODY) or self.flow.write_paused
@@ -235,6 +241,7 @@ class Connection(HttpToolsProtocol):
         if kept is not None:
             os.close(kept)
         self._stop_waiting()
+        self._waiting = b""
         if self._unread is not None:
             self._unread.cancel()
         self._unset_keepalive_if_required()  # else uvicorn's timer would keep this object after a broken connection
@@ -263,7 +270,9 @@ class Connection(HttpToolsProtocol):
         """Handles what was read when it is its turn. Until then no more is read of the connection: it could send
         megabytes in one turn of the event loop, even if all of it is dropped."""
         reads, is_next = self._turns_of(len(data)), not self._waiting
-        wait_s = self.pace.wait_s(self.who, len(data), self.loop.time()) if is_next and self._was_refused() else 0.0
+        wait_s = 0.0
+        if is_next and self._was_refused():
+            wait_s = self.pace.wait_s(self._payer, len(data), self.loop.time())
         if is_next and not wait_s and reads.take(len(data)):
             self._handle(data)
             return
@@ -273,13 +282,27 @@ class Connection(HttpToolsProtocol):
         if is_next:
             wait = partial(reads.wait, self.who, self._go_on, len(data))
             if wait_s:
-                self.loop.call_later(wait_s, wait)
+                self._pause(wait_s, wait)
             else:
                 wait()
 
+    def _pause(self, wait_s: float, go_on: Callable[[], None]) -> None:
+        """The client's time stands still meanwhile: it does not answer for what the server does not read."""
+        left_s = None if self._timer is None else max(0.0, self._timer.when() - self.loop.time())
+        self._stop_waiting()
+        self._timer = self.loop.call_later(wait_s, self._end_pause, left_s, go_on)
+
+    def _end_pause(self, left_s: float | None, go_on: Callable[[], None]) -> None:
+        self._timer = None
+        if left_s is not None:
+            self._wait(left_s)
+        go_on()
+
     def _was_refused(self) -> bool:
-        """Whether the call that is being answered, or the last one that was, is refused."""
-        return self._running is not None and REFUSAL in self._running.scope["state"]
+        """Whether the call that is being answered, or the last one that was, is refused because of what the client did,
+        and not because of what the server lacks (429, 5xx)."""
+        problem: Problem | None = None if self._running is None else self._running.scope["state"].get(REFUSAL)
+        return problem is not None and problem.status < 500 and problem.status != 429
 
     def _turns_of(self, read_bytes: int) -> ReadTurns:
         """Engines do not wait for people, but for the bodies of which a turn has one, whoever sends them."""
@@ -492,7 +515,7 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         if self._was_refused():
-            self.pace.refused(self.who, self.loop.time())
+            self.pace.refused(self._payer, self.loop.time())
         self._is_heard()
         super().on_response_complete()
         if self.transport.is_closing():

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
 import msgspec
@@ -102,9 +102,10 @@ class Curves:
 
     # ---------------------------------------------------------------- kept with the pool
 
-    async def keep_when_due(self) -> None:
-        """In a turn of its own: it copies at most a megabyte."""
+    async def keep_when_due(self, catch_up: Callable[[], Awaitable[None]]) -> None:
+        """In a turn of its own: it copies at most a megabyte. `catch_up`: shows the curve what waits for it."""
         if self._now_s() - self._kept_s >= KEEP_S and self._kept is not None:
+            await catch_up()
             await next_slice()
             await self._kept.write_aside(self._content())
 

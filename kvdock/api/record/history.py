@@ -348,16 +348,16 @@ class Sampler:
         """At once, with all that is kept beside them."""
         await self._history.keep_in_slices(self._clock.now_ms() / 1000)
 
-    def keep(self) -> None:
+    async def keep(self) -> None:
         """Writes hours, days and the curve for the next server of the pool."""
         self._history.keep(self._clock.now_ms() / 1000)
         if self._curves is not None:
-            self._tally.catch_up()
+            await self._tally.catch_up()
             self._curves.keep()
 
     async def keep_curve_when_due(self) -> None:
         if self._curves is not None:
-            await self._curves.keep_when_due()
+            await self._curves.keep_when_due(self._tally.catch_up)
 
 
 # --------------------------------------------------------------------------- marks

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from kvdock.api.turns import SLICE_S
+from kvdock.api.turns import SLICE_S, Slices
 
 MOST_SIMULATIONS: Final = 64
 """How many lookups and stores wait for the curves at most: a turn may bring more of them than it simulates."""
@@ -27,6 +27,8 @@ class Later:
         self._is_simulating = False
         self._answered: deque[Callable[[], None]] = deque()
         self._simulations: deque[Callable[[], None]] = deque()
+        self._begun = 0
+        """How many simulations have begun."""
         self._slice: asyncio.Handle | None = None
         """The next one; None: nothing waits."""
 
@@ -39,20 +41,27 @@ class Later:
         """Shows a lookup or a store to the curves. If too many wait, the oldest does not wait any more."""
         self._simulations.append(simulate)
         if len(self._simulations) > MOST_SIMULATIONS:
-            self._simulations.popleft()()
+            self._simulate_oldest()
         self._begin()
 
     def count_answered(self) -> None:
         while self._answered:
             self._answered.popleft()()
 
-    def catch_up(self) -> None:
-        """Counts and simulates all that waits."""
-        while self._step():
-            pass
-        if self._slice is not None:
+    async def catch_up(self) -> None:
+        """Counts and simulates all that waits now, in slices. What comes meanwhile need not be among it."""
+        self.count_answered()
+        slices, end = Slices(), self._begun + len(self._simulations)
+        while self._begun < end or (self._begun == end and self._is_simulating):
+            self._step()
+            await slices.give_turn()
+        if self._slice is not None and not self._waits:
             self._slice.cancel()
             self._slice = None
+
+    @property
+    def _waits(self) -> bool:
+        return bool(self._answered or self._is_simulating or self._simulations)
 
     def _begin(self) -> None:
         if self._slice is None:
@@ -66,7 +75,7 @@ class Later:
                 if not self._step():
                     return
         finally:  # what failed must not keep the rest waiting
-            if self._answered or self._is_simulating or self._simulations:
+            if self._waits:
                 self._begin()
 
     def _step(self) -> bool:
@@ -74,10 +83,15 @@ class Later:
         if self._answered:
             self._answered.popleft()()
         elif self._is_simulating:
+            self._is_simulating = False  # if this part fails, the next lookup's turn comes
             self._is_simulating = self._go_on()
         elif self._simulations:
             self._is_simulating = True
-            self._simulations.popleft()()
+            self._simulate_oldest()
         else:
             return False
         return True
+
+    def _simulate_oldest(self) -> None:
+        self._begun += 1
+        self._simulations.popleft()()

@@ -147,9 +147,9 @@ class Tally:
         """Counts the lookups that were answered. To be called before a call changes the table or reads a count."""
         self._later.count_answered()
 
-    def catch_up(self) -> None:
-        """Counts all that waits for it. To be called before the curves are read."""
-        self._later.catch_up()
+    async def catch_up(self) -> None:
+        """Counts all that waits now, in slices. To be awaited before the curves are read."""
+        await self._later.catch_up()
 
     def _count(self, one: _Lookup) -> None:
         session, found, manifest = one.session, one.found, one.session.namespace.manifest

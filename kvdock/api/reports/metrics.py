@@ -28,7 +28,7 @@ from kvdock.api.pool.quotas import Quotas
 from kvdock.api.record.counters import Counted, Counters
 from kvdock.api.record.timings import Buckets
 from kvdock.api.reports.lists import Lists
-from kvdock.api.reports.recorded import Answers, CallTimes, Curves, FeedFigures
+from kvdock.api.reports.recorded import Answers, CallTimes, Curves, FeedFigures, Totals
 from kvdock.api.reports.status import Overview, Probes
 from kvdock.api.reports.verdict import Judge
 from kvdock.api.turns import Slices, next_slice
@@ -77,9 +77,11 @@ class Metrics:
     """The text of `GET /metrics`. Each part is made when it is asked for, in a format at most once within FRESH_S."""
 
     def __init__(
-        self, server: ServerMetrics, lists: Lists, quotas: Quotas, judge: Judge, now_s: Callable[[], float]
+        self, server: ServerMetrics, lists: Lists, quotas: Quotas, judge: Judge, totals: Totals,
+        now_s: Callable[[], float],
     ) -> None:
         self._server, self._lists, self._quotas, self._judge, self._now_s = server, lists, quotas, judge, now_s
+        self._totals = totals
         self._made: dict[tuple[Format, str | None], tuple[float, asyncio.Task[bytes]]] = {}
         """By format and whose it is: since when, and what makes the text."""
 
@@ -101,7 +103,9 @@ class Metrics:
     async def _of_server(self, form: Format) -> bytes:
         """The verdict's codes are in it, which name nobody."""
         found = {one.code for one in (await self._judge.verdict(EVERYBODYS)).findings}
-        return await in_slices(self._server.collect(await self._lists.copy_rates(), found), form)
+        rates = await self._lists.copy_rates()
+        await self._totals.catch_up()
+        return await in_slices(self._server.collect(rates, found), form)
 
     async def _of_tenants(self, peer: Peer, form: Format) -> bytes:
         """In a thread, in slices of its time: hundreds of tenants or models take tens of ms."""

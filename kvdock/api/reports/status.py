@@ -187,5 +187,5 @@ class Overview:
         """Raises ApiError(not_found) if the curve is switched off."""
         if self._curves is None:
             raise ApiError("not_found", "the curve is switched off", found="observe", wanted="curve among them")
-        self._totals.catch_up()
+        await self._totals.catch_up()
         return await self._curves.view(peer)

@@ -101,7 +101,7 @@ class Judge:
         self._lower, self._wall_s = lower, wall_s
 
     async def verdict(self, peer: Peer) -> Verdict:
-        self._totals.catch_up()
+        await self._totals.catch_up()
         hits = self._totals.hits
         judged = Judged(peer, hits.total.view(), hits.lately.sums(peer.sees), self._wall_s())
         rules = (

@@ -332,7 +332,7 @@ class SharesPool(Protocol):
         """The engine at this address may read registered memory. Returns the name of this node's engine. Raises
         ValueError: it is no IP address."""
 
-    def claimed(self, namespace: bytes, key: bytes, claimer: str) -> str:
+    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> str:
         """The node `claimer` is about to load the chunk and those after it from a store. Returns the node that does."""
 
     def claim(self, name: PartName, deadline: Deadline) -> str:

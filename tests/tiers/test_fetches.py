@@ -17,10 +17,12 @@ from kvdock.protocol.mover_schemas import Generation
 from kvdock.shm.checksum import checksum
 from kvdock.tiers.mover.agreement import Agreement, AgreementObserver
 from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, ASKED_AT_ONCE, Fetch, Fetches, FetchObserver, Wanted
+from kvdock.tiers.mover.herds import Following
 from kvdock.tiers.mover.namespaces import NamespaceSession
 from kvdock.tiers.mover.tier_handle import ABSENT_TIMES, MOST_ABSENT_S, Absent, TierHandle
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import Deadline, Loaded, Outcome, ToLoad, ToStore, Usage
+from kvdock.tiers.stores.peers.tier import CALL_S
+from kvdock.tiers.tier import Coming, Deadline, Loaded, Outcome, ToLoad, ToStore, Usage
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
 
@@ -93,7 +95,16 @@ def ended() -> list[Fetch]:
 
 
 @pytest.fixture
-def fetches(engine: TierEngine, tier: HeldTier, space: NamespaceSession, ended: list[Fetch]) -> Iterator[Fetches]:
+def news() -> list[int]:
+    """How many chunks were still coming, of those that running requests want, whenever a fetch said that something has
+    changed."""
+    return []
+
+
+@pytest.fixture
+def fetches(
+    engine: TierEngine, tier: HeldTier, space: NamespaceSession, ended: list[Fetch], news: list[int]
+) -> Iterator[Fetches]:
     handle = TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
     agreement = Agreement(
         lambda: [space.digest],
@@ -103,8 +114,12 @@ def fetches(engine: TierEngine, tier: HeldTier, space: NamespaceSession, ended: 
     agreement.use(handle)
     observer = FetchObserver(
         promised=lambda promise: None, ended=ended.append, loaded=lambda handle, fetch, keys: None,
-        lacked=lambda handle, namespace, keys: None, progressed=lambda: None,
+        lacked=lambda handle, namespace, keys: None, progressed=lambda: news.append(coming()),
     )
+
+    def coming() -> int:
+        return sum(made.coming(space.digest, fetch.wanted.keys) for fetch in list(made._running))
+
     made = Fetches([handle], engine.client, agreement, observer, pool_bytes=POOL)
     yield made
     tier.close(Deadline(1.0))
@@ -150,6 +165,72 @@ def test_a_request_loads_for_itself_what_another_one_has_given_up(
     assert tier.began == [keys[0], keys[6], keys[0]]
     assert [fetch.loaded for fetch in ended] == [0, 8]
     assert engine.lookup(keys, "is there").hit_tokens == 8 * CHUNK_TOKENS
+
+
+@pytest.mark.parametrize("way", ["cancel", "drop"])
+def test_that_no_more_comes_is_said_at_once(
+    engine: TierEngine, tier: HeldTier, space: NamespaceSession, fetches: Fetches, news: list[int], way: str
+) -> None:
+    keys = engine.chain(4)
+    fetches.start(Fetch(Wanted(space, keys, 0, 1), 60.0))
+    eventually(lambda: tier.began == [keys[0]])
+    assert news[-1] == 4
+    if way == "cancel":
+        fetches.cancel(1)
+    else:
+        fetches.drop(space.digest)
+    assert news[-1] == 0
+
+
+def test_that_a_fetch_waits_for_room_is_said_at_once(
+    engine: TierEngine, tier: HeldTier, space: NamespaceSession, fetches: Fetches, news: list[int]
+) -> None:
+    most = POOL_CHUNKS * 3 // 4
+    first, second = engine.chain(most), engine.chain(most)
+    fetches.start(Fetch(Wanted(space, first, 0, 1), 60.0))
+    eventually(lambda: tier.began[:1] == first[:1])
+    said = len(news)
+    fetches.start(Fetch(Wanted(space, second, 0, 2), 60.0))
+    eventually(lambda: news[said:] == [2 * most, most])
+
+
+class OtherPool:
+    """Another node's pool. It takes the last moment for each answer, which says that nothing has come yet; from its
+    third answer on it gives none. `left_s`: how long each could take, in seconds."""
+
+    def __init__(self) -> None:
+        self.node, self.now_s = "b", 100.0
+        self.left_s: list[float] = []
+        self.released: list[int] = []
+
+    def admit(self, address: str) -> str:
+        return ""
+
+    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> str:
+        return claimer
+
+    def claim(self, name: PartName, deadline: Deadline) -> str:
+        return ""
+
+    def coming(self, node: str, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
+        self.left_s.append(deadline.left_s)
+        self.now_s += 0.12
+        return Coming(0, len(names), 7) if len(self.left_s) < 3 else None
+
+    def release(self, node: str, lease: int, name: PartName) -> None:
+        self.released.append(lease)
+
+
+def test_another_node_is_asked_only_while_it_can_wait_and_keeps_no_lease(tier: HeldTier) -> None:
+    """Its lease ends, though its last answer did not come."""
+    pool, handle = OtherPool(), TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
+    names = [PartName(bytes(32), bytes([at]) * 32, 0, 0) for at in range(4)]
+    following = Following(pool, "a", handle, names, chunk_bytes=PART, clock=lambda: pool.now_s)
+    assert following.there(0, 4, Deadline(60.0)) == 0
+    following.close()
+    handle.close(Deadline(1.0))
+    assert len(pool.left_s) == 3 and all(left_s > 1.4 * CALL_S for left_s in pool.left_s)
+    assert pool.released == [7]
 
 
 @pytest.mark.parametrize(("has", "calls"), [(0, 1), (1, 2), (17, 2), (100, 2), (255, 2), (256, 1)])

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,11 +23,14 @@ from redis_server import served
 from tier_engine import CHUNK_TOKENS
 from tier_server import mover
 
+from kvdock.api.tiers.peers import MOST_WAITING
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import EvictChunks
-from kvdock.protocol.peer_schemas import PeerNote, PeerNotes, PeerRead, PeerReadAnswer
+from kvdock.protocol.peer_schemas import MAX_WAIT_S, PeerNote, PeerNotes, PeerRead, PeerReadAnswer
 from kvdock.protocol.schemas import LookupAnswer
 from kvdock.tiers.stores.peers.claims import CLAIM_S, MOST_CLAIMS, Claims, keeper_of
+from kvdock.tiers.stores.peers.tier import ASK_S, PeerServer
+from kvdock.tiers.tier import Deadline
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 
@@ -133,14 +137,15 @@ def loads(made: Herd, at: int, keys: list[bytes], request: str) -> None:
 
 
 def asked(
-    node: PeerNode, keys: list[bytes], claimer: str = "", wait_s: float = 0.0, address: str = ""
+    node: PeerNode, keys: list[bytes], claimer: str = "", wait_s: float = 0.0, address: str = "", later: int = 0,
+    server: str = "",
 ) -> PeerReadAnswer:
-    """As another node asks."""
+    """As another node asks, whose generation is `later` higher. `server`: another address of the node's server."""
     namespace = node.engine.attachment.filed_in.hex()
-    with Client(node.server.http, access_token=TOKEN) as client:
+    with Client(server or node.server.http, access_token=TOKEN) as client:
         (generation,) = client.peer_notes(PeerNotes(notes=[PeerNote(namespace, 0)])).generations
         return client.peer_read(PeerRead(
-            namespace=namespace, generation=generation, keys=b"".join(keys), claimer=claimer, wait_s=wait_s,
+            namespace=namespace, generation=generation + later, keys=b"".join(keys), claimer=claimer, wait_s=wait_s,
             address=address,
         ))
 
@@ -218,11 +223,47 @@ def test_nobody_waits_for_a_node_that_waits_for_another(pair: Herd) -> None:
     assert asked(a, keys).coming == 0
     loads(pair, 0, keys, "first")
     assert asked(a, keys).coming == CHUNKS
+    assert asked(a, keys, later=1).coming == 0, "what comes was cleared there"
     begin(b, keys, "second")
     assert asked(b, keys).coming == 0
     pair.stores[0].thaw()
     assert end(b, keys, "second").hit_tokens == end(a, keys, "first").hit_tokens == TOKENS
     assert asked(a, keys).coming == 0
+
+
+def test_of_many_that_wait_some_are_told_at_once_that_no_more_comes(pair: Herd) -> None:
+    a, _ = pair.nodes
+    keys = pair.stored()
+    loads(pair, 0, keys, "first")
+
+    def are_some_told() -> bool:
+        def ask(_: int) -> int:  # over the Unix socket, which takes so many connections
+            return asked(a, keys, wait_s=MAX_WAIT_S, server=a.server.unix).coming
+
+        with ThreadPoolExecutor(2 * MOST_WAITING) as threads:
+            answers = list(threads.map(ask, range(2 * MOST_WAITING)))
+        assert answers.count(CHUNKS) >= MOST_WAITING
+        return 0 in answers
+
+    eventually(are_some_told, 30.0)  # where they come one after the other, each may wait
+    assert asked(a, keys).coming == CHUNKS
+
+
+def test_a_node_that_answers_late_to_a_short_question_keeps_its_name(pair: Herd, tmp_path: Path) -> None:
+    a, _ = pair.nodes
+    peer = PeerServer(a.server.http.removeprefix("http://"), str(tmp_path / "node1" / "token"), time.monotonic)
+    read = PeerRead(namespace=a.engine.attachment.filed_in.hex(), generation=1, keys=b"")
+    eventually(lambda: peer.answer(read, Deadline(ASK_S)) is not None)
+    name = peer.node
+    os.kill(a.server.process.pid, signal.SIGSTOP)
+    try:
+        assert peer.answer(read, Deadline(0.2), may_be_late=True) is None
+        assert peer.node == name != "" and not peer.is_resting
+        assert peer.answer(read, Deadline(2 * ASK_S), may_be_late=True) is None
+        assert peer.node == "" and peer.last_node == name and peer.is_resting
+    finally:
+        os.kill(a.server.process.pid, signal.SIGCONT)
+        peer.close()
 
 
 def test_two_nodes_that_wait_for_each_other_both_go_on(tmp_path: Path) -> None:
@@ -339,13 +380,14 @@ def test_the_first_that_claims_loads_until_its_claim_is_over() -> None:
     now_s = 100.0
     claims = Claims(lambda: now_s)
     space, key = bytes(32), bytes(31) + b"\1"
-    assert [claims.claim(space, key, node) for node in ("a", "b", "a")] == ["a"] * 3
-    assert claims.claim(b"\1" * 32, key, "b") == "b", "of another namespace"
+    assert [claims.claim(space, 1, key, node) for node in ("a", "b", "a")] == ["a"] * 3
+    assert claims.claim(b"\1" * 32, 1, key, "b") == "b", "of another namespace"
+    assert claims.claim(space, 2, key, "b") == "b", "after a clear"
     now_s += CLAIM_S
-    assert [claims.claim(space, key, node) for node in ("b", "a")] == ["b", "b"]
+    assert [claims.claim(space, 1, key, node) for node in ("b", "a")] == ["b", "b"]
     for number in range(MOST_CLAIMS):
-        claims.claim(space, b"\7" + number.to_bytes(31, "big"), "c")
-    assert claims.claim(space, key, "a") == "a", "the oldest is forgotten"
+        claims.claim(space, 1, b"\7" + number.to_bytes(31, "big"), "c")
+    assert claims.claim(space, 1, key, "a") == "a", "the oldest is forgotten"
 
 
 def test_all_nodes_have_the_same_keeper_and_one_that_goes_moves_its_own_keys_alone() -> None:

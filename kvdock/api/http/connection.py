@@ -193,7 +193,7 @@ class Connection(HttpToolsProtocol):
     @property
     def _payer(self) -> Hashable:
         """Who pays for refused calls: of processes that are not seen here, each connection for itself."""
-        return self._arriving if self.app_state["peer"].is_unix and not self.who else self.who
+        return (id(self),) if self.app_state["peer"].is_unix and not self.who else self.who
 
     @property
     def waits(self) -> bool:

@@ -21,6 +21,8 @@ PEERS = "peers"
 """The name of the tier by which this node reads the pools of others, too."""
 ANSWER_S = 2.0
 MOST_ASKED = 256
+MOST_WAITING = 64
+"""How many of them may wait for a chunk. The others get what is there, and are told that no more comes."""
 
 
 class Peers:
@@ -31,6 +33,8 @@ class Peers:
         self._numbers = itertools.count(1)
         self._unsent: list[PeerQuestion] = []
         self._asked: dict[int, asyncio.Future[PeerReadAnswer]] = {}
+        self._waiting: set[int] = set()
+        """The numbers of those that may wait for a chunk."""
 
     def notes(self, body: PeerNotes) -> PeerNotesAnswer:
         """Raises ApiError: bad_argument, for keys that are none; not_ready: this server does not use peers."""
@@ -48,14 +52,23 @@ class Peers:
             raise ApiError("not_ready", "too many calls of peers wait", found=len(self._asked), wanted=MOST_ASKED)
         number, answered = next(self._numbers), asyncio.get_running_loop().create_future()
         self._asked[number] = answered
+        may_wait = not body.wait_s or len(self._waiting) < MOST_WAITING
+        if not may_wait:
+            body = msgspec.structs.replace(body, wait_s=0.0)
+        elif body.wait_s:
+            self._waiting.add(number)
         self._unsent.append(PeerQuestion(number, body))
         self._wake()
         try:
-            return await asyncio.wait_for(answered, ANSWER_S)
+            answer: PeerReadAnswer = await asyncio.wait_for(answered, ANSWER_S)
+            if not may_wait:
+                answer.coming = 0
+            return answer
         except TimeoutError:
             raise ApiError("not_ready", f"the mover has not answered within {ANSWER_S:.0f} s") from None
         finally:
             del self._asked[number]
+            self._waiting.discard(number)
 
     def take(self) -> list[PeerQuestion]:
         """The questions that were not sent yet, and whose callers still wait."""

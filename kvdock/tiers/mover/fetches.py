@@ -106,9 +106,10 @@ class Fetch:
 
 
 class FetchObserver(NamedTuple):
-    """`promised`, `ended`: report to the server. `loaded`: called with chunks that came whole from a tier, of which the
-    fetch has `agreed`. `lacked`: called with chunks of a namespace that a tier does not have, or has
-    damaged parts of. `progressed`: called when chunks have been published, or do not come any more."""
+    """`promised`, `ended`: report to the server. `loaded`: called with a tier, a fetch, and chunks that have come whole
+    from the tier; their names are made from the note `agreed` of the fetch. `lacked`: called with chunks of a namespace
+    that a tier does not have, or has damaged parts of. `progressed`: called when chunks have been published, or do not
+    come any more."""
 
     promised: Callable[[Promise], None]
     ended: Callable[[Fetch], None]
@@ -169,7 +170,7 @@ class Fetches:
         self._filling: set[tuple[bytes, bytes]] = set()
         """Chunks that a fetch is loading now, by namespace and key."""
         self._filled = threading.Condition(self._lock)
-        self._room = _Room(pool_bytes)
+        self._room = _Room(pool_bytes, observer.progressed)
         self._alone_until_s = -inf
         """Until then no fetch follows another node's."""
 
@@ -186,6 +187,7 @@ class Fetches:
             fetch = self._by_ticket.pop(ticket, None)
         if fetch is not None:
             fetch.deadline.cancel()
+            self._observer.progressed()
 
     def drop(self, digest: bytes, keys: Container[bytes] | None = None) -> None:
         """Chunks were cleared or deleted: cancels the fetches that load them. `keys` None: all chunks of the
@@ -195,6 +197,7 @@ class Fetches:
                 wanted = fetch.wanted
                 if wanted.space.digest == digest and (keys is None or any(key in keys for key in wanted.keys)):
                     fetch.deadline.cancel()
+        self._observer.progressed()
 
     def coming(self, digest: bytes, keys: Sequence[bytes]) -> int:
         """How many of the first of these chunks a fetch for a request is loading from a store."""
@@ -425,7 +428,7 @@ class Fetches:
                 granted = batch.granted
                 handle.counters["fetched_elsewhere"] += len(granted.busy) + len(granted.present)
                 came = len(granted.chunks) + len(granted.busy) + len(granted.present)
-                fetch.has_room = came == count
+                self._room.found(fetch, came == count)
                 if came:
                     in_progress.append(batch)
                 if came < count:  # there is no room now
@@ -509,7 +512,7 @@ class Fetches:
                 with self._filled:
                     self._filling -= batch.names
                     self._filled.notify_all()
-                self._expect(fetch, fetch.comes.difference(batch.keys))
+        self._expect(fetch, fetch.comes.difference(batch.keys))
         is_whole = is_whole and not (batch.is_retry and granted.limited_by)
         if not (is_wanted and is_whole and granted.busy):
             return is_whole
@@ -654,8 +657,10 @@ class _Room:
     So those that run can wait for room until other requests give theirs back, and do not wait for each other. After a
     restart, prompts that do not all fit come one after the other."""
 
-    def __init__(self, pool_bytes: int) -> None:
+    def __init__(self, pool_bytes: int, progressed: Callable[[], None]) -> None:
+        """`progressed`: as that of FetchObserver."""
         self._most_bytes, self._changed = int(ROOM_SHARE * pool_bytes), threading.Condition()
+        self._progressed = progressed
         self._queue: deque[Fetch] = deque()
         self._running: dict[Fetch, int] = {}
         """What each needs, in bytes."""
@@ -676,7 +681,7 @@ class _Room:
         with self._changed:
             self._queue.append(fetch)
             while self._queue[0] is not fetch or not self._fits(need_bytes):
-                fetch.has_room = False
+                self.found(fetch, False)
                 if fetch.deadline.is_over:
                     self._queue.remove(fetch)
                     self._changed.notify_all()
@@ -686,6 +691,12 @@ class _Room:
             self._running[fetch], fetch.has_room = need_bytes, True
             self._changed.notify_all()
             return True
+
+    def found(self, fetch: Fetch, has_room: bool) -> None:
+        """Whether the pool has room for the fetch now."""
+        is_new, fetch.has_room = fetch.has_room and not has_room, has_room
+        if is_new:
+            self._progressed()
 
     def _fits(self, need_bytes: int) -> bool:
         return not self._running or sum(self._running.values()) + need_bytes <= self._most_bytes

@@ -23,8 +23,8 @@ SLOW_S: Final = 10.0
 """For so long nobody is followed after another node was slower."""
 WAIT_SHARE: Final = 0.5
 """The most of the request's time left that is spent on waiting for the next chunk."""
-SHORTEST_S: Final = 0.02
-"""With less time than this the other node is not asked."""
+SHORTEST_S: Final = 0.15
+"""With less time than this the other node is not asked: it would answer at once instead of waiting for a chunk."""
 SILENT, NO_MORE = "it does not answer", "no more comes there"
 SLOWER, STALLED = "the store is much quicker", "the next chunk does not come"
 LEAST_BYTES: Final = 1 << 20
@@ -51,7 +51,8 @@ class Following:
         call. 0: the rest is to be loaded from the store."""
         while (left_s := self._left_s(at, most, deadline)) >= SHORTEST_S:
             found = self._peers.coming(self._loader, self._names[at : at + most], self._lease, Deadline(left_s))
-            self._lease = found.lease if found is not None else 0
+            if found is not None:
+                self._lease = found.lease
             if found is not None and found.there:
                 return found.there
             if found is None or not found.expected:

@@ -95,10 +95,13 @@ class PeerLeases:
 
     def end_late(self) -> None:
         """Ends the leases, and answers the peers, whose time is over."""
-        if any(one.until_s <= self._clock() for one in self._waiting):
-            self.progressed()
+        now_s = self._clock()
         with self._lock:
-            late = [number for number, lease in self._leases.items() if lease.until_s <= self._clock()]
+            over = [one for one in self._waiting if one.until_s <= now_s]
+            self._waiting = [one for one in self._waiting if one.until_s > now_s]
+            late = [number for number, lease in self._leases.items() if lease.until_s <= now_s]
+        for one in over:
+            self._threads.submit(self._answer, one)
         if late:
             log.info("%d leases of peers were not released, and have ended", len(late))
             self._threads.submit(self._release, late)
@@ -116,12 +119,13 @@ class PeerLeases:
             with self._lock:
                 news = self._news
             assert isinstance(read.keys, bytes), "the server has joined them"
-            coming = self._coming(bytes.fromhex(read.namespace), split_keys(read.keys))
-            answer = self._read(read)
-            if coming and not any(answer.chunks[:1]) and asked.until_s > self._clock():
-                self._release([answer.lease])
+            digest = bytes.fromhex(read.namespace)
+            is_current = self._agreement.generation(digest) == read.generation
+            coming = self._coming(digest, split_keys(read.keys)) if is_current else 0
+            if coming and asked.until_s > self._clock():  # the first chunk is not there yet
                 self._put_off(asked, news)
                 return
+            answer = self._read(read)
             answer.coming = coming
         except (ServerUnavailable, ApiError, ShmError) as error:
             log.info("a peer is not answered: %s", error)
@@ -150,7 +154,8 @@ class PeerLeases:
             return PeerReadAnswer()
         nothing = PeerReadAnswer(node=tier.node)
         if read.claimer and read.keys:
-            return PeerReadAnswer(node=tier.node, loader=tier.claimed(digest, read.keys[:KEY_BYTES], read.claimer))
+            loader = tier.claimed(digest, read.generation, read.keys[:KEY_BYTES], read.claimer)
+            return PeerReadAnswer(node=tier.node, loader=loader)
         if space is None or not read.keys or self._agreement.generation(digest) != read.generation:
             return nothing
         attachment = space.session.attachment

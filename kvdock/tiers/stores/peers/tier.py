@@ -69,8 +69,9 @@ class PeerServer:
         self._rest_s, self._until_s = FIRST_REST_S, 0.0
         self.why = ""
         """Why its last call or read has failed."""
-        self.node = ""
-        """Its name among its peers; "": it has not told it since it has failed last, or is of an earlier release."""
+        self.node = self.last_node = ""
+        """Its name among its peers; "": it has not told it since it has failed last, or is of an earlier release.
+        `last_node`: the name that it has told last, however often it has failed since."""
 
     @property
     def is_resting(self) -> bool:
@@ -90,14 +91,20 @@ class PeerServer:
         """What it leases, or only has; nothing if it does not answer."""
         return self.answer(body, deadline) or PeerReadAnswer()
 
-    def answer(self, body: PeerRead, deadline: Deadline) -> PeerReadAnswer | None:
-        """None: it does not answer."""
+    def answer(self, body: PeerRead, deadline: Deadline, *, may_be_late: bool = False) -> PeerReadAnswer | None:
+        """None: it does not answer. A node that is not ready has not failed. `may_be_late`: nor has one that does not
+        answer within less than ASK_S."""
+        patience_s = _patience_s(deadline)
+        patience = Deadline(patience_s, self._clock)
         try:
-            answer = self._client.peer_read(body, timeout_s=_patience_s(deadline))
+            answer = self._client.peer_read(body, timeout_s=patience_s)
         except (ServerUnavailable, ApiError) as error:
-            self.failed(str(error))
+            is_late = may_be_late and patience_s < ASK_S and patience.is_over
+            if not is_late and not (isinstance(error, ApiError) and error.code == "not_ready"):
+                self.failed(str(error))
             return None
-        self.node = answer.node or self.node
+        if answer.node:
+            self.node = self.last_node = answer.node
         return answer
 
     def release(self, lease: int, body: PeerRead) -> None:
@@ -157,31 +164,32 @@ class PeersTier:
 
     # -------------------------------------------------------------------------------------------------- who loads
 
-    def claimed(self, namespace: bytes, key: bytes, claimer: str) -> str:
+    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> str:
         """See SharesPool."""
-        return self._claims.claim(namespace, key, claimer)
+        return self._claims.claim(namespace, generation, key, claimer)
 
     def claim(self, name: PartName, deadline: Deadline) -> str:
         """See SharesPool."""
         known = {peer.node: peer for peer in self._peers if peer.node and not peer.is_resting}
         keeper = keeper_of(name.key, [*known, self.node])
         if keeper == self.node:
-            loader = self.claimed(name.namespace, name.key, self.node)
+            loader = self.claimed(name.namespace, name.generation, name.key, self.node)
         else:
             (body,) = _reads_of([name])
             body.claimer = self.node
-            loader = known[keeper].read(body, deadline).loader
+            answer = known[keeper].answer(body, deadline, may_be_late=True)
+            loader = answer.loader if answer is not None else ""
         return loader if loader in known else ""
 
     def coming(self, node: str, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
         """See SharesPool."""
-        peer = self._peer(node)
+        peer = next((peer for peer in self._peers if peer.node == node), None)
         if peer is None or peer.is_resting:
             return None
         body = _reads_of(names)[0]
         body.address, body.wait_s = self._engine.address, max(0.0, min(MAX_WAIT_S, _patience_s(deadline) - CALL_S))
         body.releases = [lease] if lease else []
-        answer = peer.answer(body, deadline)
+        answer = peer.answer(body, deadline, may_be_late=True)
         if answer is None:
             return None
         keys = _keys_of(body)
@@ -192,11 +200,9 @@ class PeersTier:
 
     def release(self, node: str, lease: int, name: PartName) -> None:
         """See SharesPool."""
-        if (peer := self._peer(node)) is not None:
+        peer = next((peer for peer in self._peers if peer.last_node == node), None)
+        if peer is not None:
             self._askers.submit(peer.release, lease, _reads_of([name])[0])
-
-    def _peer(self, node: str) -> PeerServer | None:
-        return next((peer for peer in self._peers if peer.node == node), None)
 
     # -------------------------------------------------------------------------------------------------- verbs
 

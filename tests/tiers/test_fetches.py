@@ -195,11 +195,11 @@ def test_that_a_fetch_waits_for_room_is_said_at_once(
 
 
 class OtherPool:
-    """Another node's pool. It takes the last moment for each answer, which says that nothing has come yet; from its
-    third answer on it gives none. `left_s`: how long each could take, in seconds."""
+    """Another node's pool. Each of its answers says that nothing has come yet; after so many `answers` it gives none.
+    `left_s`: how long each could take, in seconds."""
 
-    def __init__(self) -> None:
-        self.node, self.now_s = "b", 100.0
+    def __init__(self, answers: int) -> None:
+        self.node, self.now_s, self._answers = "b", 100.0, answers
         self.left_s: list[float] = []
         self.released: list[int] = []
 
@@ -215,15 +215,16 @@ class OtherPool:
     def coming(self, node: str, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
         self.left_s.append(deadline.left_s)
         self.now_s += 0.12
-        return Coming(0, len(names), 7) if len(self.left_s) < 3 else None
+        return Coming(0, len(names), 7) if len(self.left_s) <= self._answers else None
 
     def release(self, node: str, lease: int, name: PartName) -> None:
         self.released.append(lease)
 
 
-def test_another_node_is_asked_only_while_it_can_wait_and_keeps_no_lease(tier: HeldTier) -> None:
+@pytest.mark.parametrize("answers", [2, 9])
+def test_another_node_is_asked_only_while_it_can_wait_and_keeps_no_lease(tier: HeldTier, answers: int) -> None:
     """Its lease ends, though its last answer did not come."""
-    pool, handle = OtherPool(), TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
+    pool, handle = OtherPool(answers), TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
     names = [PartName(bytes(32), bytes([at]) * 32, 0, 0) for at in range(4)]
     following = Following(pool, "a", handle, names, chunk_bytes=PART, clock=lambda: pool.now_s)
     assert following.there(0, 4, Deadline(60.0)) == 0

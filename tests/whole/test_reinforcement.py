@@ -18,7 +18,7 @@ from whole_engines import run_instances, tokens_of
 pytestmark = [MARK, pytest.mark.weights, pytest.mark.timeout(1800), pytest.mark.xdist_group("programs")]
 
 STEPS, SAMPLES = 3, 16
-RATE = 0.01
+RATE = 0.03
 """Large enough for each step to change what is answered to each prompt."""
 SHARED_TOKENS, OWN_TOKENS, PROMPTS = 512, 137, 3
 WHOLE_TOKENS = SHARED_TOKENS + PROMPTS * 128

@@ -58,7 +58,7 @@ class Turn:
 Answered = tuple[float, int, list[int]]
 """Seconds until the first token, cached tokens, and the tokens of the answer."""
 Ask = Callable[[int, list[int], int], Awaitable[Answered]]
-"""Sends a prompt to an engine, by its number, and asks for so many tokens."""
+"""Called with the number of an engine, a prompt, and how many tokens are wanted in the answer."""
 
 
 class Conversations:

@@ -440,8 +440,8 @@ class Lookups:
             return request.lookup.verifying is request.lookup.answer
 
     def _verify(self, request_id: str) -> None:
-        """Starts the verification of the request's answer, once for each answer. An answer of which all is trusted is
-        verified at once: another thread would first wait for the interpreter lock."""
+        """Starts the verification of the request's answer, once for each answer. If all parts of the answer are
+        trusted, it is verified here and now: another thread would first wait for the interpreter lock."""
         with self._requests.lock:
             request = self._requests.leased(request_id)
             if request is None or request.lookup.verifying is request.lookup.answer:

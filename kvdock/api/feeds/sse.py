@@ -160,7 +160,7 @@ class EventStream(Stream):
         """The kept events after `last_id`, as pieces of a body; if it `follows`, then new ones, until the server
         drains. Without `last_id`: all kept events, or, if it follows, only new ones. `sees`: whether the caller may
         know of a tenant."""
-        self._flush()  # it begins with this call, before the reader is told that it may read
+        self._flush()  # events count from this call on: the reader gets the head of its answer later
         seen, is_known = self._number(last_id) if last_id or follows else (0, True)
         pieces = self._pieces(last_id, seen, kinds, sees, is_known=is_known, follows=follows)
         return self._sent(pieces, is_admitted)

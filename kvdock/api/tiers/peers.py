@@ -22,7 +22,7 @@ PEERS = "peers"
 ANSWER_S = 2.0
 MOST_ASKED = 256
 MOST_WAITING = 64
-"""How many of them may wait for a chunk. The others get what is there, and are told that no more comes."""
+"""How many questions may wait for a chunk. Further questions are answered at once, with what is in the pool."""
 
 
 class Peers:

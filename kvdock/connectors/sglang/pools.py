@@ -155,7 +155,8 @@ def _targets(
 
 
 def refuse_groups_of_stages(groups: Sequence[KVGroup]) -> None:
-    """Raises NotSupportedError for groups of which the stages of a pipeline may have parts of other sizes."""
+    """Raises NotSupportedError if there is more than one group: the stages of a pipeline could then have parts of
+    different sizes."""
     if len(groups) > 1:
         raise NotSupportedError(
             f"kvdock serves pipelines with one KV group under SGLang, and found {len(groups)}: tensor parallelism is "
@@ -197,7 +198,8 @@ def _of_chosen_blocks(pool: Any, page_tokens: int) -> tuple[KVGroup, ...]:
 
 
 def _layout_of_rows(rows: Sequence[Any], page_tokens: int, what: str) -> PagedLayout:
-    """Describes tensors of bytes, one a layer, of which a row is a block. `what` they are: for the error."""
+    """Describes tensors of bytes. `rows`: a tensor for each layer, with a row for each block; `what`: their name in
+    errors. Raises NotSupportedError."""
     if rows[0].shape[1] % page_tokens:
         raise NotSupportedError(
             f"kvdock cannot describe {what} of {rows[0].shape[1]} bytes: a multiple of --page-size {page_tokens} is "

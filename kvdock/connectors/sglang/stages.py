@@ -1,4 +1,4 @@
-"""Messages between the stages of a pipeline, each of which has all of SGLang's schedulers plan the same batches.
+"""Messages between the stages of a pipeline. Each stage has a scheduler of SGLang's, and all plan the same batches.
 
     stage 0 ── decisions, in the order of SGLang's calls ──► stage 1 ──► stage 2
     every rank ── notes ──► a store that all ranks read
@@ -29,8 +29,8 @@ T = TypeVar("T")
 TAG = 0x6B76
 """The tag of kvdock's messages in SGLang's process group, which uses others."""
 STEPS_BEHIND = 2
-"""After so many steps of the scheduler's loop, the next stage has received a message: SGLang's own messages to it wait
-for it, too."""
+"""After this many steps of the scheduler's loop, the next stage has received a message of kvdock's: it receives SGLang's
+messages of a later step only after it."""
 KEPT_OUTCOMES = 256
 """How many outcomes of loads a rank leaves in the store. No rank reads one that is so many batches old."""
 PATIENCE_S = 60.0

@@ -29,8 +29,8 @@ T = TypeVar("T")
 TAG = 0x6B76
 """The tag of kvdock's messages in SGLang's process group, which uses others."""
 STEPS_BEHIND = 2
-"""After this many steps of the scheduler's loop, the next stage has received a message of kvdock's: it receives SGLang's
-messages of a later step only after it."""
+"""After this many steps of the scheduler's loop, the next stage has received a message of kvdock's: it receives
+SGLang's messages of a later step only after it."""
 KEPT_OUTCOMES = 256
 """How many outcomes of loads a rank leaves in the store. No rank reads one that is so many batches old."""
 PATIENCE_S = 60.0

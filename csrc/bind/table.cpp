@@ -414,8 +414,8 @@ void bind_stores(py::class_<BoundTable>& c) {
       }, "session"_a, "member"_a, "store"_a, "parent"_a, "keys"_a, py::kw_only(), "groups"_a, "temporary"_a,
          "deadline_ms"_a, "now_ms"_a, "most_evicted"_a = UINT32_MAX, "goes_on"_a = false,
          "parent: 32 bytes, of ones if it is not known, or b'' (root). groups: bit mask, 0 = all. deadline_ms: from "
-         "now. If more than `most_evicted` chunks must be evicted first, the call evicts that many, grants nothing, and "
-         "says `has_more`: the caller then repeats it with `goes_on`.")
+         "now. If more than `most_evicted` chunks must be evicted first, the call evicts that many, grants nothing, "
+         "and says `has_more`: the caller then repeats it with `goes_on`.")
       .def("commit", call(&Table::commit), "session"_a, "grant"_a, "rank"_a, "parts"_a, "now_ms"_a,
            "parts: (index into the store's keys, group, checksum). Returns (chunks ready, ranks remaining).")
       .def("make_raw", [](BoundTable& t, uint64_t session, uint64_t grant, uint32_t rank,

@@ -175,6 +175,10 @@ void bind_trusted(py::module_& m) {
       .def("has", [](const TrustedParts& self, const Row& part, double since_s) {
         return self.has(part_of(part), since_s);
       }, "part"_a, "since_s"_a, "Whether the part was added after `since_s`.")
+      .def("has_all", [](const TrustedParts& self, const PartTable& table, double since_s) {
+        return std::all_of(table.parts.begin(), table.parts.end(),
+                           [&](const PlannedPart& part) { return self.has(part, since_s); });
+      }, "table"_a, "since_s"_a, "Whether all parts were added after `since_s`.")
       .def("others", [](const TrustedParts& self, const PartTable& table, double since_s) {
         std::vector<std::pair<size_t, Row>> found;
         for (size_t chunk = 0, at = 0; chunk < table.ends.size(); ++chunk)

@@ -69,6 +69,12 @@ class Trust:
         with self._lock:
             return epoch == self._epoch and self._parts.has(row_of(part), self._clock() - self._seconds)
 
+    def has_all(self, epoch: str, chunks: Sequence[Sequence[Part]]) -> bool:
+        """Whether all parts of `chunks` are trusted."""
+        table = Chunks.of(chunks).arrays
+        with self._lock:
+            return self._of(epoch).has_all(table, self._clock() - self._seconds)
+
     def others(self, epoch: str, chunks: Sequence[Sequence[Part]]) -> list[tuple[int, Part]]:
         """The parts among `chunks` that are not trusted, each with the index of its chunk."""
         table = Chunks.of(chunks).arrays
@@ -120,7 +126,7 @@ class ChecksumVerifier(Verifier):
 
     def trusts(self, attachment: Attachment, answer: LookupAnswer) -> bool:
         """See Verifier."""
-        return self._trust is not None and not self._trust.others(attachment.session, answer.chunks)
+        return self._trust is not None and self._trust.has_all(attachment.session, answer.chunks)
 
     def _damaged(self, attachment: Attachment, answer: LookupAnswer) -> list[int]:
         if self._trust is not None:

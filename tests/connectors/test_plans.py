@@ -113,3 +113,7 @@ def test_trust_is_counted_in_bytes_and_in_parts() -> None:
         found = trusted.others(Chunks.of([plan(1).pieces[0].parts, plan(1).pieces[1].parts]).arrays, 4.0)
         assert [(chunk, Part(*row)) for chunk, row in found] == [(0, part(0, 0, 0))], "the first one was forgotten"
         assert len(trusted.others(Chunks.of([plan(1).pieces[1].parts]).arrays, 5.0)) == 2, "added no later than that"
+        both, second = (Chunks.of([piece.parts for piece in plan(1).pieces[first:2]]).arrays for first in (0, 1))
+        assert [trusted.has_all(second, 4.0), trusted.has_all(second, 5.0), trusted.has_all(both, 4.0)] == [
+            True, False, False
+        ]

@@ -193,6 +193,26 @@ def test_what_was_verified_is_not_hashed_again_until_trust_ends(rig: Rig, client
         connector.close()
 
 
+class CountingTrust(Trust):
+    """Counts how often parts are made Python objects."""
+
+    made = 0
+
+    def others(self, epoch: str, chunks: Sequence[Sequence[Part]]) -> list[tuple[int, Part]]:
+        self.made += 1
+        return super().others(epoch, chunks)
+
+
+def test_parts_become_objects_once_if_they_must_be_hashed_and_never_if_they_are_trusted(rig: Rig) -> None:
+    session, trust = rig.connector.session, CountingTrust(60.0)
+    connector = SchedulerConnector(session, verification=Verification(ChecksumVerifier(session, trust=trust)))
+    try:
+        assert verified(connector, "first") == HIT and trust.made == 1
+        assert verified(connector, "second") == HIT and trust.made == 1
+    finally:
+        connector.close()
+
+
 # ---------------------------------------------------------------------- hashed ahead
 
 

@@ -4,6 +4,7 @@ request up (EarlyQuestions)."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -260,7 +261,7 @@ class LoadOnce:
 # miss, because a slow server must not hold up requests that have nothing to load. The next answer in time closes the
 # breaker. Whatever the server does, one step waits at most `wait_s`, or a tenth of the time that steps take where that
 # is longer. While the engine computes nothing, a wait delays no other request, so an answer is late only
-# after IDLE_WAITS times `wait_s`.
+# after IDLE_WAITS times `wait_s`, but never later than a call to the server may take.
 #
 # Threads: the engine's thread waits, and a background thread calls answered(). Both set the breaker, which is one flag.
 
@@ -291,10 +292,11 @@ class SentQuestion:
 
 
 class Patience:
-    """`wait_s`: after how many seconds an answer is late. `clock`: a monotonic clock, in seconds."""
+    """`wait_s`: after how many seconds an answer is late. `clock`: a monotonic clock, in seconds. `most_s`: the longest
+    that an answer may take, also in an idle engine: the timeout of a call to the server."""
 
-    def __init__(self, wait_s: float, clock: Callable[[], float]) -> None:
-        self._wait_s, self._clock = wait_s, clock
+    def __init__(self, wait_s: float, clock: Callable[[], float], most_s: float = math.inf) -> None:
+        self._wait_s, self._clock, self._most_s = wait_s, clock, most_s
         self._left_s = wait_s
         self._answered_s = 0.0
         self._step_s = 0.0
@@ -330,7 +332,7 @@ class Patience:
 
     @property
     def _late_after_s(self) -> float:
-        return self._wait_s * (IDLE_WAITS if self._is_idle else 1)
+        return min(self._wait_s * (IDLE_WAITS if self._is_idle else 1), self._most_s)
 
     def spend(self, work: Future[None]) -> bool:
         """Whether other work has ended already, or ends within the time that this step may still wait. Does not open

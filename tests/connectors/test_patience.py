@@ -181,6 +181,18 @@ def test_an_engine_with_nothing_else_to_do_makes_many_short_steps_before_an_answ
     assert clock() == pytest.approx(100.0 + IDLE_WAITS * WAIT_S, rel=1e-3)
 
 
+def test_an_idle_engine_waits_no_longer_than_a_call_may_take(clock: Clock) -> None:
+    patience, began_s = Patience(WAIT_S, clock, most_s=3 * WAIT_S), clock()
+    question = asked(clock, patience, None)
+    while not patience.is_open:
+        patience.step(is_idle=True)
+        assert not patience.wait(question)
+    assert clock() == pytest.approx(began_s + 3 * WAIT_S, abs=TURN_S + 1e-5)
+    again = asked(clock, patience, 5 * WAIT_S, took_s=5 * WAIT_S)
+    clock.wait([again.answered], LONG_S)
+    assert patience.is_open, "nor does it trust a server again that takes longer"
+
+
 def test_other_work_is_waited_for_within_the_same_bound_and_opens_nothing(clock: Clock, patience: Patience) -> None:
     work: Future[None] = Future()
     assert not patience.spend(work) and clock() == pytest.approx(100.0 + WAIT_S, abs=1e-5)

@@ -103,7 +103,7 @@ class RankZero:
                 observer=Announcing(announcer, chains.chunks_of, chains.names_of), has_tokens=False
             ),
             waits=Waits(
-                Patience(settings.lookup_wait_s, clock), clock=clock,
+                Patience(settings.lookup_wait_s, clock, settings.timeout_s), clock=clock,
                 once=ComputeOnce(share, speed, clock, partial(figures.waited, "")) if share > 0 else None,
                 tiers=AwaitTiers(settings.tier_wait_s, known_speed, clock, partial(figures.waited, "tier_")),
             ),

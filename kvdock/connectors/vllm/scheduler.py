@@ -140,7 +140,7 @@ class VllmScheduler:
         statistics = ChunkStatistics(session.manifest.chunk_tokens) if settings.chunk_statistics else None
         return SchedulerConnector(
             session, readers=max(engine.ranks, session.manifest.writers), choice=LoadChoice(settings, cost),
-            waits=Waits(Patience(settings.lookup_wait_s, clock), once, tiers, loads, clock),
+            waits=Waits(Patience(settings.lookup_wait_s, clock, settings.timeout_s), once, tiers, loads, clock),
             callbacks=RequestCallbacks(
                 self._chain_of, self._is_stored, lambda name: self._tracked[name].traceparent,
                 Announcing(

@@ -198,13 +198,14 @@ def opened_pair(
     engines: dict[str, Child] = {}
     slower = 1 if chosen.device == "cuda" else CPU_SLOWER
     with ExitStack() as stack:
-        for kind in kinds:  # one after the other: each looks at how much of the GPU's memory is free
+        for kind in kinds:
             said = described(kind, chosen, scale, address, f"bench-{time.time_ns()}")
             log_at = chosen.logs / f"sglang-{kind}.log"
             engines[kind] = Child("bench.sglang.engine", said, address=address, log_at=log_at, slower=slower)
             stack.callback(engines[kind].close)
-            engines[kind].started()
-            say(f"{engines[kind].facts}")
+        for engine in engines.values():
+            engine.started()
+            say(f"{engine.facts}")
         if chosen.device == "cuda" and "kvdock" in engines:
             wait_until_pinned(address)
         yield engines

@@ -12,6 +12,7 @@
 #include "bind/contiguous.h"
 #include "copy/checksum.h"
 #include "copy/copy.h"
+#include "copy/threads.h"
 #include "base/decoding_cost.h"
 #include "base/errors.h"
 #include "segment/header.h"
@@ -161,6 +162,26 @@ uint64_t checksum_buffer(const py::buffer& data) {
   return checksum(bytes.data(), bytes.bytes());
 }
 
+using PlacedPart = std::tuple<uintptr_t, size_t, uint64_t>;  // address, bytes, checksum
+
+// A byte for each part: std::vector<bool> must not be written by several threads.
+std::vector<uint8_t> match_each(const std::vector<PlacedPart>& parts, size_t workers) {
+  std::vector<uint8_t> match(parts.size());
+  size_t most_bytes = 0;
+  for (const PlacedPart& part : parts) most_bytes = std::max(most_bytes, std::get<1>(part));
+  const auto keys = checksum_keys(stripes_of(most_bytes));  // throws here, not in a thread of run_parallel
+  run_parallel(parts.size(), workers, [&](size_t i) {
+    const auto& [address, bytes, wanted] = parts[i];
+    match[i] = checksum(reinterpret_cast<const char*>(address), bytes) == wanted;
+  });
+  return match;
+}
+
+std::vector<bool> checksums_match(const std::vector<PlacedPart>& parts, size_t threads) {
+  const std::vector<uint8_t> match = match_each(parts, std::max<size_t>(threads, 1));
+  return {match.begin(), match.end()};
+}
+
 bool decoding_within(const py::buffer& data, uint64_t limit, bool packed) {
   const Contiguous bytes(data);
   const auto* const begin = reinterpret_cast<const uint8_t*>(bytes.data());
@@ -198,6 +219,9 @@ void bind_copy(py::module_& m) {
         "nh: 8192 bytes (k, then k'); level2: 32 bytes a stripe. Longer tables replace shorter ones.");
   m.def("checksum", checksum_buffer, "data"_a,
         "The checksum of contiguous bytes of any length. Raises CopyError when the keys are too short for it.");
+  m.def("checksums_match", checksums_match, "parts"_a, py::kw_only(), "threads"_a = 1, Nogil(),
+        "For each part (address, bytes, checksum) whether its bytes have the checksum. Addresses are not checked. "
+        "Raises CopyError when the keys are too short.");
   m.def("decoding_within", decoding_within, "data"_a, "limit"_a, py::kw_only(), "packed"_a,
         "Whether it costs at most `limit` to decode the body, which is MessagePack if `packed`, else JSON: 1 for each "
         "value, 4 for each list and map, 2 for a number of eight bytes in MessagePack. Punctuation in JSON's strings "

@@ -48,6 +48,12 @@ std::vector<Piece> cut_into_pieces(uint32_t stripes, uint32_t piece_stripes, Dir
   return pieces;
 }
 
+size_t blocks_of(std::span<const Part> parts) {
+  size_t blocks = 0;
+  for (const Part& part : parts) blocks += part.block_ids.size();
+  return blocks;
+}
+
 // Of a part in its slot.
 size_t slot_bytes(const DeviceLayout& layout, size_t blocks) {
   return layout.packing ? layout.packing->shape().packed_bytes() : blocks * layout.layout.block_bytes();
@@ -88,20 +94,38 @@ void check_call(const DeviceLayout& blocks_at, std::span<const Part> parts, cons
            "at most " + std::to_string(bands.ends.size()));
 }
 
+std::vector<JoinedBands> join_bands(const PagedLayout& layout, std::span<const Part> parts,
+                                    std::span<const size_t> ends, size_t least_bytes) {
+  const size_t blocks = blocks_of(parts);
+  std::vector<JoinedBands> joined;
+  size_t first = 0, begin_bytes = 0;
+  for (size_t band = 0; band < ends.size(); ++band) {
+    const size_t end_bytes = layout.bytes_before(ends[band]) * blocks;
+    if (band > 0 && band + 1 < ends.size() && end_bytes - begin_bytes < least_bytes) continue;
+    joined.push_back({first, band, ends[band]});
+    first = band + 1;
+    begin_bytes = end_bytes;
+  }
+  return joined;
+}
+
 std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const DeviceLayout& blocks_at,
                                                  std::span<const Part> parts, Direction direction,
-                                                 std::span<const size_t> bands) {
+                                                 std::span<const JoinedBands> bands) {
   const PagedLayout& layout = blocks_at.layout;
-  uint64_t call_bytes = 0;
-  for (const Part& part : parts) call_bytes += part.block_ids.size() * layout.block_bytes();
+  const size_t call_bytes = blocks_of(parts) * layout.block_bytes();
   const size_t most_direct = direction == Direction::gather ? tuning.direct_store_bytes : tuning.direct_load_bytes;
   std::vector<std::unique_ptr<Batch>> batches;
   std::vector<uint32_t> begins(parts.size(), 0);
-  for (size_t band = 0; band < bands.size(); ++band) {
+  std::vector<uint8_t> are_direct;
+  for (const Part& part : parts) {
+    const auto range = find_range(part.slot, part.block_ids.size() * layout.block_bytes());
+    are_direct.push_back(call_bytes <= most_direct || (range && range->kind == MemoryKind::device));
+  }
+  for (const JoinedBands& joined : bands) {
     bool fresh = true;
     for (size_t i = 0; i < parts.size(); ++i) {
-      const auto range = find_range(parts[i].slot, parts[i].block_ids.size() * layout.block_bytes());
-      const bool direct = call_bytes <= most_direct || (range && range->kind == MemoryKind::device);
+      const bool direct = are_direct[i];
       const bool fits =
           !fresh && batches.back()->direct == direct &&
           batches.back()->ring_bytes() + sizeof(PartArgs) + 16 + 4 * parts[i].block_ids.size() <= kBatchRingBytes;
@@ -109,13 +133,15 @@ std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const Dev
         batches.push_back(std::make_unique<Batch>());
         batches.back()->layout = &blocks_at;
         batches.back()->first_result = i;
-        batches.back()->band = band;
+        batches.back()->first_band = joined.first;
+        batches.back()->band = joined.last;
         batches.back()->direction = direction;
         batches.back()->direct = direct;
+        batches.back()->parts.reserve(parts.size() - i);
         fresh = false;
       }
       Batch& batch = *batches.back();
-      batch.parts.push_back(describe(layout, parts[i], batch.stripes, batch.ids.size(), begins[i], bands[band]));
+      batch.parts.push_back(describe(layout, parts[i], batch.stripes, batch.ids.size(), begins[i], joined.end));
       batch.ids.insert(batch.ids.end(), parts[i].block_ids.begin(), parts[i].block_ids.end());
       batch.stripes += batch.parts.back().stripes;
       begins[i] += batch.parts.back().stripes;
@@ -148,7 +174,7 @@ class PackedBatches {
     return last == first ? end : last;
   }
 
-  void add(size_t band, size_t first, size_t end) {
+  void add(const JoinedBands& bands, size_t first, size_t end) {
     const bool gathers = direction_ == Direction::gather;
     const size_t stage_bytes = packing_.staged_bytes(first, end);
     const size_t most_parts = gathers ? kMostHeaderBytes / packing_.shape().header_bytes() : SIZE_MAX;
@@ -165,7 +191,8 @@ class PackedBatches {
         batches.push_back(std::make_unique<Batch>());
         batches.back()->layout = &layout_;
         batches.back()->first_result = i;
-        batches.back()->band = band;
+        batches.back()->first_band = bands.first;
+        batches.back()->band = bands.last;
         batches.back()->direction = direction_;
         batches.back()->direct = direct;
         batches.back()->stage_bytes = stage_bytes;
@@ -210,13 +237,13 @@ class PackedBatches {
 
 std::vector<std::unique_ptr<Batch>> make_packed_batches(const Tuning& tuning, const DeviceLayout& layout,
                                                         std::span<const Part> parts, Direction direction,
-                                                        std::span<const size_t> bands) {
+                                                        std::span<const JoinedBands> bands) {
   PackedBatches made(tuning, layout, parts, direction);
   size_t first = 0;
-  for (size_t band = 0; band < bands.size(); ++band) {
-    for (size_t end; first < bands[band]; first = end) {
-      end = made.share_end(first, bands[band]);
-      made.add(band, first, end);
+  for (const JoinedBands& joined : bands) {
+    for (size_t end; first < joined.end; first = end) {
+      end = made.share_end(first, joined.end);
+      made.add(joined, first, end);
     }
     if (!made.batches.empty()) made.batches.back()->ends_band = true;
   }

@@ -39,7 +39,7 @@ struct Batch {
   const DeviceLayout* layout = nullptr;
   std::shared_ptr<Copy> copy;
   size_t first_result = 0;  // parts[i] is part first_result + i of the call, or its share of a band
-  size_t band = 0;
+  size_t first_band = 0, band = 0;  // the first and the last band of which it has a share
   std::vector<PartArgs> parts;
   std::vector<PackedPart> packed;  // in place of `parts` where the layout packs; its cells are `stripes`
   std::vector<int32_t> ids;
@@ -84,15 +84,25 @@ class DescriptorRing {
   size_t bytes_, head_ = 0, tail_ = 0, taken_ = 0;
 };
 
+// Bands [first, last] of a call, which are copied together. Their planes end before `end`.
+struct JoinedBands {
+  size_t first, last, end;
+};
+
+// Joins bands with the next ones until they have `least_bytes`, because each batch costs a dozen calls of the driver.
+// The first band stays alone: a forward pass may start once it has been copied. `ends`: as in Bands.
+std::vector<JoinedBands> join_bands(const PagedLayout& layout, std::span<const Part> parts,
+                                    std::span<const size_t> ends, size_t least_bytes);
+
 // Cuts a call into batches, and each of them into pieces. REQUIRES: check_call() passed.
 std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const DeviceLayout& layout,
                                                  std::span<const Part> parts, Direction direction,
-                                                 std::span<const size_t> bands);
+                                                 std::span<const JoinedBands> bands);
 
 // The same for a layout that packs. A gather has one band.
 std::vector<std::unique_ptr<Batch>> make_packed_batches(const Tuning& tuning, const DeviceLayout& layout,
                                                         std::span<const Part> parts, Direction direction,
-                                                        std::span<const size_t> bands);
+                                                        std::span<const JoinedBands> bands);
 
 // A Copier's batches in the order of their calls: first in the backlog, then, once all their pieces are submitted, in
 // flight. The Copier's mutex guards it.

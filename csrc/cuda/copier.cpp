@@ -92,8 +92,9 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   const size_t all[] = {layout.layout.planes().size()};
   const std::span<const size_t> ends = bands.ends.empty() ? all : bands.ends;
   const size_t verified_after = bands.verified_after;
-  auto batches = layout.packing ? make_packed_batches(tuning_, layout, parts, direction, ends)
-                                : make_batches(tuning_, layout, parts, direction, ends);
+  const auto joined = join_bands(layout.layout, parts, ends, verified_after == 0 ? tuning_.piece_bytes / 2 : 0);
+  auto batches = layout.packing ? make_packed_batches(tuning_, layout, parts, direction, joined)
+                                : make_batches(tuning_, layout, parts, direction, joined);
   auto copy = std::make_shared<Copy>();
   copy->shared_ = shared_;
   copy->sums_.resize(parts.size());
@@ -146,7 +147,7 @@ void Copier::advance(std::unique_lock<std::mutex>& lock, size_t most_pieces) {
   if (!front.error.empty() || front.next_piece == front.pieces.size()) {
     Copy& copy = *front.copy;
     if (front.ends_band) {
-      copy.bands_[front.band] = front.done;
+      for (size_t band = front.first_band; band <= front.band; ++band) copy.bands_[band] = front.done;
       copy.bands_submitted_ = front.band + 1;
     }
     queue_.submitted_front();
@@ -239,7 +240,8 @@ void Copier::finish(Batch& batch) {
   queue_.free_descriptors(batch);
   if (batch.uploaded != nullptr) events_.give_back(batch.uploaded);
   if (batch.done != nullptr) events_.give_back(batch.done);
-  if (batch.ends_band) copy.bands_[batch.band] = nullptr;  // the band has ended, and another copy may use its event
+  if (batch.ends_band)  // its bands have ended, and another copy may use their event
+    for (size_t band = batch.first_band; band <= batch.band; ++band) copy.bands_[band] = nullptr;
   if (batch.band < copy.verified_after_) --copy.first_batches_left_;
   if (--copy.batches_left_ > 0) return;
   if (copy.error_.empty()) note_time(copy, batch.done);

@@ -6,17 +6,17 @@ more. Other engines can only be promised chunks whose bytes were verified before
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import compress, groupby
+from operator import attrgetter
 
 from kvdock import _core
 from kvdock.connectors.background import Background
 from kvdock.connectors.plans import Chunks, LoadPlan, row_of
 from kvdock.connectors.session import Attachment, EngineSession
-from kvdock.datapath.threads import Pool
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import LookupAnswer, Part
 from kvdock.shm.checksum import ensure_keys
@@ -28,6 +28,8 @@ MOST_TRUSTED_BYTES, MOST_TRUSTED_PARTS = 1 << 40, 1 << 20
 """The bytes and the parts that Trust remembers at most. A part costs about 120 bytes of memory."""
 MOST_AHEAD_BYTES = 4 << 30
 """The most bytes that wait to be hashed ahead: about a second of one thread's work."""
+AHEAD_SLICE_BYTES = 64 << 20
+"""The bytes that are hashed ahead before they are trusted: some 15 ms of one thread's work."""
 
 
 class Verifier:
@@ -138,8 +140,7 @@ class ChecksumVerifier(Verifier):
         for segment in {part.segment for _, part in parts}:  # before the threads start, because this may map it
             self._session.ensure_segment(attachment, segment)
             attachment.segments.require_whole(segment)
-        with Pool(min(self._threads, len(parts)), "kvdock-hash") as threads:
-            found = list(threads.map(lambda one: _matches(attachment, one[1]), parts))
+        found = _match(attachment, [part for _, part in parts], threads=self._threads)
         if self._trust is not None:
             right = (part for (_, part), matches in zip(parts, found, strict=True) if matches)
             self._trust.add(attachment.session, right)
@@ -170,12 +171,13 @@ class HashAhead:
 
     def _hash(self, attachment: Attachment, parts: Sequence[Part], size_bytes: int) -> None:
         try:
-            for part in parts:  # one by one, so that a lookup finds the parts that are done by then
-                with attachment.segments.reading(part.segment) as is_there:  # the pool may remove a segment meanwhile
+            for some in _slices(parts):
+                segment = some[0].segment
+                with attachment.segments.reading(segment) as is_there:  # the pool may remove a segment meanwhile
                     if is_there:
-                        attachment.segments.require_whole(part.segment)
-                        if _matches(attachment, part):
-                            self._trust.add(attachment.session, [part])
+                        attachment.segments.require_whole(segment)
+                        right = _match(attachment, some)
+                        self._trust.add(attachment.session, compress(some, right))
         except (ShmError, OSError) as error:
             log.info("stored chunks are not hashed ahead: %s", error)
         finally:
@@ -188,8 +190,26 @@ class HashAhead:
         self._hashing.close()
 
 
-def _matches(attachment: Attachment, part: Part) -> bool:
-    address = attachment.segments.address(part.segment, part.offset, part.length)
-    ensure_keys(part.length)
-    found = _core.checksum((ctypes.c_char * part.length).from_address(address))
-    return bool(found == part.checksum_value)
+def _slices(parts: Sequence[Part]) -> Iterator[Sequence[Part]]:
+    """The parts in slices of about AHEAD_SLICE_BYTES, each within one segment."""
+    for _, of_segment in groupby(sorted(parts, key=attrgetter("segment")), attrgetter("segment")):
+        some, size_bytes = list[Part](), 0
+        for part in of_segment:
+            some.append(part)
+            size_bytes += part.length
+            if size_bytes >= AHEAD_SLICE_BYTES:
+                yield some
+                some, size_bytes = [], 0
+        if some:
+            yield some
+
+
+def _match(attachment: Attachment, parts: Sequence[Part], threads: int = 1) -> list[bool]:
+    """For each part whether the bytes in its slot have its checksum. The interpreter lock is free meanwhile: a hash of
+    one part is so short that taking the lock between two would delay the engine's thread again and again."""
+    placed = [
+        (attachment.segments.address(part.segment, part.offset, part.length), part.length, part.checksum_value)
+        for part in parts
+    ]
+    ensure_keys(max(part.length for part in parts))
+    return _core.checksums_match(placed, threads=threads)

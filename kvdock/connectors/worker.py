@@ -556,24 +556,19 @@ class Shares(NamedTuple):
         return sorted({first + (count - first) * band // self.later for band in range(self.later + 1)})
 
 
-class Doubling(NamedTuple):
-    """The first band has one layer, the bands up to the next end as many as all before them, and a band at most
-    `most_share` of the layers."""
+class EachLayer(NamedTuple):
+    """Each layer is a band: a copy is about as fast as the forward pass that follows it, so the later a layer can be
+    read, the later all layers after it are computed. The copier joins bands that are too small."""
 
-    most_share: float
     verified_after: int = 0
 
     def ends(self, layers: Sequence[int]) -> Sequence[int]:
-        end, most, ends = 1, ceil(len(layers) * self.most_share), []
-        while end < len(layers):
-            ends.append(layers[end - 1])
-            end += min(end, most)
-        return [*ends, layers[-1]]
+        return layers
 
 
 VERIFIED_EARLY = Shares(0.625, 4, 1)
 """For a load that was not verified before: while the first band is copied, the CPU hashes the others."""
-VERIFIED_BEFORE = Doubling(0.125)
+VERIFIED_BEFORE = EachLayer()
 """For a load that was verified before: the GPU hashes all bands again while it copies them."""
 
 
@@ -590,6 +585,7 @@ class Layers:
             for layer, plane in of_layers.items():
                 band = next(band for band, end in enumerate(ends) if plane < end)
                 self._where.setdefault(layer, []).append((group, band))
+        self._all = [(group, len(bands.ends) - 1) for group, bands in enumerate(self.bands)]
         self._watched: list[Loading] = []
         self._ordered: set[tuple[int, int, int]] = set()
 
@@ -603,8 +599,7 @@ class Layers:
         shares the KV of another layer: the work then runs after all copies."""
         if not self._watched:
             return
-        all_of_it = [(group, len(bands.ends) - 1) for group, bands in enumerate(self.bands)]
-        for group, band in self._where.get(layer, all_of_it):
+        for group, band in self._where.get(layer, self._all):
             if (group, band, stream) not in self._ordered:
                 self._ordered.add((group, band, stream))
                 self._order(group, band, stream)

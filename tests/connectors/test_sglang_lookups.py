@@ -155,7 +155,13 @@ class Engine:
         if begun is None:
             return False
         self.loads.queue(QueuedLoad(rid, *begun, {"kv": indices(pages, at)}, self.weights.epoch))
-        return self.loads.finish(self.loads.start(Ready()))
+        return self.finish(self.loads.start(Ready()))
+
+    def finish(self, batch: int) -> bool:
+        """The verdict on a batch, and SGLang's next turn."""
+        ok = self.loads.finish(batch)
+        self.loads.step()
+        return ok
 
     def close(self) -> None:
         self.loads.close()
@@ -503,7 +509,7 @@ def test_a_load_that_was_promised_for_other_weights_is_not_begun(engine: Engine,
     engine.loads.queue(QueuedLoad("r", *begun, {"kv": indices(2, 8)}, engine.weights.epoch))
     engine.weights.changed()
     before = [plane.clone() for side in engine.memory for plane in side]
-    assert not engine.loads.finish(engine.loads.start(Ready()))
+    assert not engine.finish(engine.loads.start(Ready()))
     assert all(torch.equal(*pair) for pair in zip(before, (p for side in engine.memory for p in side), strict=True))
     eventually(held(server))
 
@@ -536,9 +542,9 @@ def test_a_load_is_submitted_later_if_its_pages_are_not_known_soon_and_so_are_th
         assert submitted == [], "the next batch is submitted after the one before"
     finally:
         may_begin.set()
-    assert engine.loads.finish(late) and engine.loads.finish(following)
+    assert engine.finish(late) and engine.finish(following)
     begun_load(engine, "last", 12)
-    assert engine.loads.finish(engine.loads.start(Ready()))
+    assert engine.finish(engine.loads.start(Ready()))
     assert [name.startswith("kvdock-load") for name in submitted] == [True, True, False]
 
 
@@ -549,8 +555,23 @@ def test_a_load_that_cannot_be_submitted_or_judged_fails_and_ends_no_engine(
         with pytest.MonkeyPatch.context() as broken:
             broken.setattr(engine.worker, method, lambda *given: 1 / 0)
             begun_load(engine, method, 8)
-            assert not engine.loads.finish(engine.loads.start(Ready()))
+            assert not engine.finish(engine.loads.start(Ready()))
             eventually(held(server))
+
+
+def test_a_load_is_reported_in_the_turn_after_its_verdict(engine: Engine, server: ServerProcess) -> None:
+    """The thread that reports takes the interpreter lock, so it must not run while SGLang sends the first tokens."""
+    reported = threading.Event()
+    end_load = engine.worker.end_load
+    engine.worker.end_load = lambda loading: (reported.set(), end_load(loading))  # type: ignore[method-assign,assignment]
+    begun_load(engine, "r", 8)
+    assert engine.loads.finish(engine.loads.start(Ready()))
+    settles = engine.loads._threads.settles
+    settles.run(lambda: None).result()
+    assert not reported.is_set(), "the next turn has not begun"
+    engine.loads.step()
+    eventually(held(server))
+    assert reported.is_set()
 
 
 def test_an_engine_that_ends_before_the_verdict_gives_its_lease_back(engine: Engine, server: ServerProcess) -> None:
@@ -630,7 +651,7 @@ def run(
         req.prefix_len += found * PAGE
     engine.outcomes.admitted(req, device)
     if begun is not None:
-        assert engine.loads.finish(engine.loads.start(Ready())) is not fails
+        assert engine.finish(engine.loads.start(Ready())) is not fails
     req.output_ids.append(1)
 
 

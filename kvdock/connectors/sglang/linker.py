@@ -298,6 +298,7 @@ class KvdockLinker(UnifiedCacheLinker):
     def num_completed_offloads(self) -> int:
         """SGLang calls this in each iteration of its loop."""
         self._ranks.step()
+        self._loads.step()
         if self._ranks.notes is not None:
             attachment = self._rank_pools.worker.session.attachment
             may_take_part = self._may_share() or not self.guard.has_met

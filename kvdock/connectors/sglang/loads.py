@@ -166,6 +166,8 @@ class Loads:
         self._queued: dict[str, QueuedLoad | None] = {}
         """None: this rank takes no part in the load."""
         self._batches: dict[int, _Batch] = {}
+        self._unsettled: list[tuple[_Batch, list[Loading]]] = []
+        """Batches that have ended, of whose loads the server has had no report."""
         self._started = -1
         self._watched = -1
 
@@ -228,7 +230,7 @@ class Loads:
         landed = (
             self._ranks.all_agree(self._have_landed(batch, loadings)) if notes is None else notes.all_landed(index)
         )
-        self._threads.settles.run(self._settle, batch, loadings)
+        self._unsettled.append((batch, loadings))
         took_s = batch.took_s(loadings, self._clock())
         for load, loading in zip(batch.loads, loadings, strict=False):  # none is copied if it is outdated
             load.copy_s = loading.took_s()
@@ -239,12 +241,21 @@ class Loads:
             self._ended(load, landed)
         return landed
 
+    def step(self) -> None:
+        """SGLang begins a turn of its loop: it has sent the tokens of the batches that had ended before. Only now are
+        their loads reported, because the thread that does it would delay these tokens by taking the interpreter lock.
+        """
+        for batch, loadings in self._unsettled:
+            self._threads.settles.run(self._settle, batch, loadings)
+        self._unsettled.clear()
+
     def reset(self) -> None:
         """Waits for loads that have started and gives up the others."""
         for rid in list(self._queued):
             self.cancel(rid)
         for index in list(self._batches):
             self.finish(index)
+        self.step()
         self.verdicts.forget()
         self.counter.set_consumer(-1)
 
@@ -259,6 +270,7 @@ class Loads:
                 self._have_landed(batch, loadings)
             self._threads.settles.run(self._settle, batch, loadings)
         self._batches.clear()
+        self.step()
         self._threads.settles.close()
 
     # ------------------------------------------------------------------ the forward pass

@@ -387,6 +387,8 @@ class KvdockLinker(UnifiedCacheLinker):
         self._offloads.close()
         if self._zero is not None:
             self._zero.close()
+        if self._ranks.notes is not None:
+            self._ranks.notes.close()
         self._rank_pools.worker.close()
         self._rank_pools.worker.session.close()
         self._rank_pools.worker.session.client.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -65,19 +66,24 @@ def test_no_lookup_asks_the_store(ranks: list[Notes], monkeypatch: pytest.Monkey
     monkeypatch.undo()
 
 
+def is_known(first: Notes, number: int) -> bool:
+    return first.all_stored(number) is not None
+
+
 def test_an_offer_is_stored_once_all_ranks_have_stored_it(ranks: list[Notes]) -> None:
     first, others = ranks[0], ranks[1:]
     for number, outcomes in enumerate([(True, True), (True, False), (False, True), (True, True)], 1):
         for other, ok in zip(others, outcomes, strict=True):
             assert first.all_stored(number) is None
             other.stored(number, ok)
-        eventually(lambda number=number: first.all_stored(number) is not None)
+        eventually(partial(is_known, first, number))
         assert first.all_stored(number) is all(outcomes)
     for number in (5, 6):
         others[0].stored(number, True)  # of offers that SGLang drops
     others[0].stored(7, True)
     others[1].stored(7, True)
-    eventually(lambda: first.all_stored(7))
+    eventually(partial(is_known, first, 7))
+    assert first.all_stored(7)
     assert list(first._told._stored) == [7], "no offer before it is remembered"
 
 

@@ -258,7 +258,7 @@ def test_adapters_share_with_their_own_kind_alone(models: dict[str, Path], serve
 
 
 @pytest.mark.parametrize(("how", "said"), [
-    ({"engine": {"page_size": 16}}, "--page-size is 16, and 64 or 128 is wanted"),
+    ({"engine": {"page_size": 16}}, "--page-size is 16, and 64, 128 or 256 is wanted"),
     ({"extra": {"adress": "unix:/s"}}, "'adress' is no setting of kvdock"),
 ])
 def test_what_is_not_served_is_refused_with_one_sentence(
@@ -286,7 +286,7 @@ def test_one_variable_is_the_whole_set_up(models: dict[str, Path], server: Serve
 
 
 @pytest.mark.parametrize(("engine", "environ", "said"), [
-    ({"page_size": 16}, {}, "SGLANG_KVDOCK is set: --page-size is 16, and 64 or 128 is wanted"),
+    ({"page_size": 16}, {}, "SGLANG_KVDOCK is set: --page-size is 16, and 64, 128 or 256 is wanted"),
     ({"disable_radix_cache": True}, {}, "SGLANG_KVDOCK is set: kvdock does not serve --disable-radix-cache"),
     (
         {"pp_size": 2}, {**TP2["environ"], "SGLANG_PP_LAYER_PARTITION": "1,3"},

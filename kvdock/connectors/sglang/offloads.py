@@ -45,9 +45,9 @@ log = logging.getLogger("kvdock.sglang")
 
 @dataclass
 class _Offer:
-    """`number`: counted on each rank alike; `pages`: the hashes of the pages; `indices`: SGLang's indices, by the name of the transfer; `counts`: how many of
-    the last pages each transfer has; `ready`: waits until the GPU has computed the pages; `epoch`: the epoch of the
-    weights that computed them; `may_store`: whether this rank may store them."""
+    """`number`: counted on each rank alike; `pages`: the hashes of the pages; `indices`: SGLang's indices, by the name
+    of the transfer; `counts`: how many of the last pages each transfer has; `ready`: waits until the GPU has computed
+    the pages; `epoch`: the epoch of the weights that computed them; `may_store`: whether this rank may store them."""
 
     number: int
     pages: tuple[str, ...]

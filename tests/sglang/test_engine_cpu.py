@@ -68,6 +68,15 @@ def test_a_request_in_the_queue_is_looked_up_before_its_turn(models: dict[str, P
         assert engine.done(engine.answer())["cached"] == [0, 512]
 
 
+def test_no_request_waits_until_sglang_has_compiled_what_hashes_pages(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """SGLang does so when it hashes the first page, and keeps the result on the machine."""
+    with Engine(models["llama"], server.unix, environ={"TORCH_EXTENSIONS_DIR": str(tmp_path)}) as engine:
+        assert engine.about
+        assert list(tmp_path.rglob("hicache_hash_cpp.so"))
+
+
 def test_what_was_evicted_from_the_device_comes_back(models: dict[str, Path], server: ServerProcess) -> None:
     with Engine(models["llama"], server.unix, engine={"max_total_tokens": 1280}) as engine:
         engine.generate(PROMPTS[2:])

@@ -166,7 +166,8 @@ class Offloads:
         return len(self._agreed)
 
     def _outcomes(self) -> list[int]:
-        """Of the offers on this rank; on rank 0, on all ranks. Those behind one that runs are not asked for."""
+        """How the offers have ended on this rank; on rank 0, on all ranks: those behind one that runs count as running
+        there."""
         outcomes, notes = [offer.outcome for offer in self._offers], self._ranks.notes
         if self._zero is None or notes is None:
             return outcomes

@@ -18,11 +18,11 @@ from __future__ import annotations
 import itertools
 import logging
 import pickle
+import threading
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from threading import Lock, Thread
 from typing import Any, TypeVar
 
 from kvdock.datapath.threads import new_thread
@@ -97,7 +97,7 @@ class Told:
     """What rank 0 knows of the `ranks` of the engine, itself among them. Thread-safe."""
 
     def __init__(self, ranks: int) -> None:
-        self._lock = Lock()
+        self._lock = threading.Lock()
         self._sessions: list[str | None] = [None] * ranks
         self._stored: dict[int, list[bool]] = {}
         """By the number of an offer, the outcomes on the other ranks that have ended it."""
@@ -133,7 +133,7 @@ class Notes:
         self._session: str | None = None
         self._told = Told(ranks)
         """Only rank 0 reads it."""
-        self._listening: Thread | None = None
+        self._listening: threading.Thread | None = None
 
     def attached(self, session: str) -> None:
         """This rank takes part in loads of this session from now on; empty: in none. Called in SGLang's thread."""

@@ -84,6 +84,7 @@ def test_an_offer_is_stored_once_all_ranks_have_stored_it(ranks: list[Notes]) ->
     others[1].stored(7, True)
     eventually(partial(is_known, first, 7))
     assert first.all_stored(7)
+    first.forget_before(7)
     assert list(first._told._stored) == [7], "no offer before it is remembered"
 
 

@@ -171,6 +171,7 @@ class Offloads:
         outcomes, notes = [offer.outcome for offer in self._offers], self._ranks.notes
         if self._zero is None or notes is None:
             return outcomes
+        notes.forget_before(self._offers[0].number)
         for at, offer in enumerate(self._offers):
             others = notes.all_stored(offer.number) if outcomes[at] != _RUNS else None
             if others is None:

@@ -21,6 +21,7 @@ import pickle
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -114,11 +115,15 @@ class Told:
         with self._lock:
             return set(self._sessions) == {session}
 
-    def all_stored(self, number: int) -> bool | None:
-        """See Notes."""
+    def forget_before(self, number: int) -> None:
+        """The offers before that number have been answered to SGLang, or SGLang has dropped them."""
         with self._lock:
             for passed in [one for one in self._stored if one < number]:
                 del self._stored[passed]
+
+    def all_stored(self, number: int) -> bool | None:
+        """See Notes."""
+        with self._lock:
             outcomes = self._stored.get(number, [])
             return all(outcomes) if len(outcomes) + 1 == len(self._sessions) else None
 
@@ -150,15 +155,19 @@ class Notes:
         """This rank, which is not rank 0, has ended its part of the offer of that number. From any thread."""
         self._tell((number, ok))
 
+    def forget_before(self, number: int) -> None:
+        """Rank 0: nobody asks for the offers before that number any more."""
+        self._told.forget_before(number)
+
     def all_stored(self, number: int) -> bool | None:
-        """Rank 0: whether all others have stored their parts of the offer; None: some have not ended it. Numbers only
-        rise from call to call."""
+        """Rank 0: whether all others have stored their parts of the offer; None: some have not ended it."""
         self._listen()
         return self._told.all_stored(number)
 
     def close(self) -> None:
         if self._listening is not None:
-            self._post(None)
+            with suppress(RuntimeError):  # the store may be gone, and then the thread ends by itself
+                self._post(None)
             self._listening.join(CLOSE_S)
 
     def _tell(self, value: str | tuple[int, bool]) -> None:

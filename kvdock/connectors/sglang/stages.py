@@ -41,6 +41,8 @@ KEPT_OUTCOMES = 256
 """How many outcomes of loads a rank leaves in the store. No rank reads one that is so many batches old."""
 PATIENCE_S = 60.0
 CLOSE_S = 5.0
+CATCH_UP_S = 1.0
+"""How long rank 0 waits for its thread to take out messages that are in the store."""
 
 
 class Decisions:
@@ -98,18 +100,26 @@ class Told:
     """What rank 0 knows of the `ranks` of the engine, itself among them. Thread-safe."""
 
     def __init__(self, ranks: int) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._messages = threading.Condition(), 0
         self._sessions: list[str | None] = [None] * ranks
         self._stored: dict[int, list[bool]] = {}
         """By the number of an offer, the outcomes on the other ranks that have ended it."""
 
-    def hear(self, rank: int, value: str | tuple[int, bool]) -> None:
-        """`value`: the rank's session, or (number, ok) of an offer that it has ended."""
+    def hear(self, rank: int, value: str | tuple[int, bool], messages: int = 0) -> None:
+        """`value`: the rank's session, or (number, ok) of an offer that it has ended. `messages`: how many have come
+        with this one."""
         with self._lock:
+            self._messages = max(self._messages, messages)
+            self._lock.notify_all()
             if isinstance(value, str):
                 self._sessions[rank] = value
             else:
                 self._stored.setdefault(value[0], []).append(value[1])
+
+    def wait_for(self, messages: int, timeout_s: float) -> None:
+        """Waits until that many messages have come."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._messages >= messages, timeout_s)
 
     def all_attached(self, session: str) -> bool:
         with self._lock:
@@ -142,13 +152,17 @@ class Notes:
 
     def attached(self, session: str) -> None:
         """This rank takes part in loads of this session from now on; empty: in none. Called in SGLang's thread."""
+        if self._rank == 0:
+            self._listen()
         if session != self._session:
             self._session = session
             self._tell(session)
 
     def all_attached(self, session: str) -> bool:
-        """Rank 0: whether all ranks have noted this session last."""
-        self._listen()
+        """Rank 0: whether all ranks have noted this session last. Asks the store only if one has not, as far as this
+        rank knows."""
+        if not self._told.all_attached(session):
+            self._told.wait_for(self._reads.add("messages", 0), CATCH_UP_S)
         return self._told.all_attached(session)
 
     def stored(self, number: int, ok: bool) -> None:
@@ -161,7 +175,6 @@ class Notes:
 
     def all_stored(self, number: int) -> bool | None:
         """Rank 0: whether all others have stored their parts of the offer; None: some have not ended it."""
-        self._listen()
         return self._told.all_stored(number)
 
     def close(self) -> None:
@@ -203,7 +216,7 @@ class Notes:
                 return
             if message is None:
                 return
-            self._told.hear(*message)
+            self._told.hear(*message, number)
 
     def landed(self, number: int, ok: bool) -> None:
         """This rank's loads of the batch of that number have ended. From any thread; in the order of the batches."""

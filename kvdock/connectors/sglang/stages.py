@@ -216,7 +216,8 @@ class Notes:
                 return
             if message is None:
                 return
-            self._told.hear(*message, number)
+            rank, value = message
+            self._told.hear(rank, value, number)
 
     def landed(self, number: int, ok: bool) -> None:
         """This rank's loads of the batch of that number have ended. From any thread; in the order of the batches."""

@@ -43,10 +43,10 @@ def vllm_args(server: str, given: Sequence[str]) -> list[str]:
 def sglang_args(server: str, page_size: int, given: Sequence[str]) -> list[str]:
     """Raises CommandError as vllm_args does, and for another page size than those of kvdock."""
     from kvdock.connectors.sglang.plugin import LINKER
-    from kvdock.connectors.sglang.setup import PAGES, Settings
+    from kvdock.connectors.sglang.setup import PAGES, WANTED_PAGES, Settings
 
     if page_size not in PAGES:
-        raise CommandError(f"--page-size: found {page_size}, wanted {' or '.join(map(str, PAGES))}", WRONG)
+        raise CommandError(f"--page-size: found {page_size}, wanted {WANTED_PAGES}", WRONG)
     wanted = {**LINKER, "linker_extra_config": _settings(Settings, server, given)}
     return [
         "--page-size", str(page_size), "--enable-unified-cache-external-linker",

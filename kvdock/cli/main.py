@@ -399,7 +399,7 @@ def vllm_args(server: Server = "", as_json: AsJson = False, settings: ConnectorS
 
 def sglang_args(
     server: Server = "",
-    page_size: Annotated[int, typer.Option("--page-size", metavar="N", help="Tokens of a page: 64 or 128.")] = 64,
+    page_size: Annotated[int, typer.Option("--page-size", metavar="N", help="Tokens of a page: 64, 128 or 256.")] = 64,
     as_json: AsJson = False,
     settings: ConnectorSettings = None,
 ) -> None:

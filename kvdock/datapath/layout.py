@@ -12,7 +12,7 @@ read from the tensors, so views and padding work as long as the runs inside a bl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, TypeAlias
 
 from kvdock import _core
@@ -61,6 +61,11 @@ class PagedLayout:
     def part_bytes(self, blocks: int) -> int:
         """Bytes of a raw part (a slot) of that many blocks."""
         return self.block_bytes * blocks
+
+    def with_block_tokens(self, tokens: int) -> PagedLayout:
+        """The same blocks, where each holds the KV of that many tokens in whatever order."""
+        core = _core.PagedLayout(self.planes, num_blocks=self.num_blocks, block_tokens=tokens)
+        return replace(self, block_tokens=tokens, core=core)
 
     def packed_shape(self, blocks: int, marks: int | None = None, units: int | None = None) -> _core.PackedShape:
         """The shape of packed parts of that many blocks, with that reserve of marks and so many units of spill

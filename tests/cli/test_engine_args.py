@@ -61,7 +61,7 @@ def test_as_json_they_are_a_list() -> None:
     (("vllm-args", "load_async"), "found 'load_async', wanted NAME=VALUE"),
     (("vllm-args", "on_reset=never"), "on_reset is 'never', and one of clear, apart, leave is wanted"),
     (("sglang-args", "chunk_tokens=64"), "'chunk_tokens' is no setting of kvdock"),
-    (("sglang-args", "--page-size", "32"), "--page-size: found 32, wanted 64 or 128"),
+    (("sglang-args", "--page-size", "32"), "--page-size: found 32, wanted 64, 128 or 256"),
     (("vllm-args", "--server", "somewhere"), "'somewhere'"),
 ])
 def test_what_the_connector_would_refuse_is_refused(arguments: tuple[str, ...], said: str) -> None:

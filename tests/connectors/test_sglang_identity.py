@@ -51,7 +51,7 @@ def args(folder: Path, **more: Any) -> SimpleNamespace:
 def params(**more: Any) -> SimpleNamespace:
     return SimpleNamespace(**{
         "page_size": PAGE, "pp_size": 1, "attn_cp_size": 1, "sidecar_draft_device_pools": (),
-        "mtp_draft_device_pools": (), **more,
+        "mtp_draft_device_pools": (), "mtp_draft_mamba_pools": (), **more,
     })
 
 
@@ -312,7 +312,7 @@ def test_each_tensor_of_a_recurrent_state_is_a_group_that_a_hit_wants_the_last_s
     (requests_of(MambaPool(replayssm_d=torch.zeros(1))), "conv, temporal, replayssm_d, and a MambaPool with conv and"),
     (requests_of(MambaPool(), mamba_ckpt_pool=1), "a MambaPool with conv, temporal, mamba_ckpt_pool, and"),
     (requests_of(MambaPool(), ngram_pool=SimpleNamespace(enabled=True)), "conv, temporal, ngram_pool, and"),
-    (requests_of(MambaPool(conv=[torch.zeros(2, 5, 3)])), "of 12 bytes: a multiple of --page-size 64 is wanted"),
+    (requests_of(MambaPool(conv=[torch.zeros(2, 5, 3)])), "recurrent states: .* 16"),
     (requests_of(MambaPool(temporal=torch.zeros(2, 5, 16, 4).mT)), "whose bytes are not in order within a slot"),
 ])
 def test_recurrent_states_that_are_not_known_are_refused(requests: Any, said: str) -> None:
@@ -345,7 +345,7 @@ def test_pools_that_are_not_known_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("of", "said"), [
-    ({"params": {"page_size": 16}}, "--page-size is 16, and 64 or 128 is wanted"),
+    ({"params": {"page_size": 16}}, "--page-size is 16, and 64, 128 or 256 is wanted"),
     ({"params": {"pp_size": 3}}, "serves pipelines of up to 2 stages under SGLang: --pp-size is 3"),
     ({"params": {"pp_size": 2}, "components": ["FULL", "SWA"]}, "with one kind of KV under SGLang, and found SWA"),
     (
@@ -354,6 +354,10 @@ def test_pools_that_are_not_known_are_refused() -> None:
     ),
     ({"params": {"attn_cp_size": 2}}, "does not serve context parallelism"),
     ({"args": {"nnodes": 2}}, "does not serve several nodes"),
+    (
+        {"params": {"pp_size": 2}, "components": ["FULL"], "args": {"disaggregation_mode": "prefill"}},
+        "pipeline parallelism beside --disaggregation-mode prefill under SGLang",
+    ),
     ({"args": {"speculative_algorithm": "NEWEST"}}, "know where the drafts of --speculative-algorithm NEWEST have"),
     ({"model": {"is_multimodal": True, "is_encoder_decoder": True}}, "does not serve encoders of images or sound"),
     ({"args": {"enable_memory_saver": True}}, "does not serve --enable-memory-saver under SGLang: it takes KV"),
@@ -361,10 +365,7 @@ def test_pools_that_are_not_known_are_refused() -> None:
     ({"args": {"enable_return_routed_experts": True}}, "--enable-return-routed-experts under SGLang: SGLang keeps the"),
     ({"args": {"enable_return_indexer_topk": True}}, "--enable-return-indexer-topk under SGLang: SGLang keeps an"),
     ({"components": ["FULL", "SWA", "MAMBA"]}, "serve recurrent states .* beside sliding windows under SGLang"),
-    (
-        {"components": ["FULL", "MAMBA"], "args": {"speculative_algorithm": "NGRAM"}},
-        "does not serve recurrent states .* beside --speculative-algorithm NGRAM under SGLang",
-    ),
+    ({"params": {"mtp_draft_mamba_pools": (1,)}}, "drafts with recurrent states of their own under SGLang: found 1"),
 ])
 def test_what_is_not_served_is_refused_with_one_sentence(of: dict[str, Any], said: str, folder: Path) -> None:
     def refuse(**of: Any) -> None:
@@ -373,7 +374,8 @@ def test_what_is_not_served_is_refused_with_one_sentence(of: dict[str, Any], sai
             of.get("components", ["FULL", "SWA"]),
         )
 
-    refuse(components=["FULL", "MAMBA"])
+    refuse(args={"disaggregation_mode": "prefill"})
+    refuse(components=["FULL", "MAMBA"], args={"speculative_algorithm": "NGRAM"})
     refuse(args={"speculative_algorithm": "NGRAM", "disaggregation_mode": "null"})
     refuse(args={"speculative_algorithm": "EAGLE"}, params={"mtp_draft_device_pools": (MHATokenToKVPool(),)})
     with pytest.raises(NotSupportedError, match=said) as refused:

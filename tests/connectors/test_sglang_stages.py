@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
+from api_helpers import eventually
 
 from kvdock.connectors.sglang import stages
 from kvdock.connectors.sglang.stages import Notes
@@ -27,10 +30,15 @@ class Kept:
         return self
 
 
+
 @pytest.fixture
-def ranks(tmp_path: Path) -> list[Notes]:
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Notes]]:
+    monkeypatch.setattr(stages, "CATCH_UP_S", 30.0)  # threads may have no turn for long on a busy machine
     store = Kept(tmp_path / "store")
-    return [Notes(store, rank, 3) for rank in range(3)]
+    made = [Notes(store, rank, 3) for rank in range(3)]
+    yield made
+    for one in made:
+        one.close()
 
 
 def test_a_session_counts_once_all_ranks_are_attached_to_it(ranks: list[Notes]) -> None:
@@ -39,13 +47,47 @@ def test_a_session_counts_once_all_ranks_are_attached_to_it(ranks: list[Notes]) 
     for rank in ranks:
         assert not first.all_attached("a")
         rank.attached("a")
-    assert first.all_attached("a") and not first.all_attached("b")
-    ranks[2].attached("b")
-    assert not first.all_attached("a")
-    ranks[2].attached("")
-    assert not first.all_attached("a")
-    ranks[2].attached("a")
+    assert first.all_attached("a"), "the store has all notes by now"
+    assert not first.all_attached("b")
+    for session in ("b", ""):
+        ranks[2].attached(session)
+        eventually(lambda: not first.all_attached("a"))
+        ranks[2].attached("a")
+        assert first.all_attached("a")
+
+
+def test_no_lookup_asks_the_store_once_all_are_attached(ranks: list[Notes], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ranks[0]
+    for rank in ranks:
+        rank.attached("a")
     assert first.all_attached("a")
+    monkeypatch.setattr(first, "_reads", None)
+    monkeypatch.setattr(first, "_writes", None)
+    assert first.all_attached("a") and first.all_stored(1) is None
+    monkeypatch.undo()
+
+
+def is_known(first: Notes, number: int) -> bool:
+    return first.all_stored(number) is not None
+
+
+def test_an_offer_is_stored_once_all_ranks_have_stored_it(ranks: list[Notes]) -> None:
+    first, others = ranks[0], ranks[1:]
+    first.attached("a")
+    for number, outcomes in enumerate([(True, True), (True, False), (False, True), (True, True)], 1):
+        for other, ok in zip(others, outcomes, strict=True):
+            assert first.all_stored(number) is None
+            other.stored(number, ok)
+        eventually(partial(is_known, first, number))
+        assert first.all_stored(number) is all(outcomes)
+    for number in (5, 6):
+        others[0].stored(number, True)  # of offers that SGLang drops
+    others[0].stored(7, True)
+    others[1].stored(7, True)
+    eventually(partial(is_known, first, 7))
+    assert first.all_stored(7)
+    first.forget_before(7)
+    assert list(first._told._stored) == [7], "no offer before it is remembered"
 
 
 def test_a_batch_has_landed_once_it_has_on_all_ranks(ranks: list[Notes]) -> None:

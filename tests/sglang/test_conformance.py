@@ -1,6 +1,6 @@
 """The conformance kit of kvdock/connectors/, run against the linker over SGLang's own pools: attention and latents,
-alone and with what an indexer keeps, windows, drafts, states. And what SGLang's own linkers promise, as far as it can
-be read from them."""
+alone and with what an indexer keeps, windows, drafts, states, compressed KV. And what SGLang's own linkers promise, as
+far as it can be read from them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ def test_the_linker_conforms_over_pools_of_each_kind(models: dict[str, Path], se
     found = contract_of(models["llama"], server.unix)
     failed = {(kind, name): why for kind, checks in found.items() for name, why in checks.items() if why}
     assert not failed, "\n".join(f"{name}: {why}" for name, why in failed.items())
-    assert list(found) == ["mha", "mla", "sparse", "blocks", "window", "draft", "state", "linker"]
+    assert list(found) == [
+        "mha", "mla", "sparse", "blocks", "window", "draft", "state", "state and draft", "compressed", "linker",
+    ]
     assert len(found.pop("linker")) == 7
     assert all(set(checks) == {check.__name__ for check in CHECKS} for checks in found.values())

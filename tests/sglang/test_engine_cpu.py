@@ -68,6 +68,15 @@ def test_a_request_in_the_queue_is_looked_up_before_its_turn(models: dict[str, P
         assert engine.done(engine.answer())["cached"] == [0, 512]
 
 
+def test_no_request_waits_until_sglang_has_compiled_what_hashes_pages(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """SGLang does so when it hashes the first page, and keeps the result on the machine."""
+    with Engine(models["llama"], server.unix, environ={"TORCH_EXTENSIONS_DIR": str(tmp_path)}) as engine:
+        assert engine.about
+        assert list(tmp_path.rglob("hicache_hash_cpp.so"))
+
+
 def test_what_was_evicted_from_the_device_comes_back(models: dict[str, Path], server: ServerProcess) -> None:
     with Engine(models["llama"], server.unix, engine={"max_total_tokens": 1280}) as engine:
         engine.generate(PROMPTS[2:])
@@ -258,7 +267,7 @@ def test_adapters_share_with_their_own_kind_alone(models: dict[str, Path], serve
 
 
 @pytest.mark.parametrize(("how", "said"), [
-    ({"engine": {"page_size": 16}}, "--page-size is 16, and 64 or 128 is wanted"),
+    ({"engine": {"page_size": 16}}, "--page-size is 16, and 64, 128 or 256 is wanted"),
     ({"extra": {"adress": "unix:/s"}}, "'adress' is no setting of kvdock"),
 ])
 def test_what_is_not_served_is_refused_with_one_sentence(
@@ -286,7 +295,7 @@ def test_one_variable_is_the_whole_set_up(models: dict[str, Path], server: Serve
 
 
 @pytest.mark.parametrize(("engine", "environ", "said"), [
-    ({"page_size": 16}, {}, "SGLANG_KVDOCK is set: --page-size is 16, and 64 or 128 is wanted"),
+    ({"page_size": 16}, {}, "SGLANG_KVDOCK is set: --page-size is 16, and 64, 128 or 256 is wanted"),
     ({"disable_radix_cache": True}, {}, "SGLANG_KVDOCK is set: kvdock does not serve --disable-radix-cache"),
     (
         {"pp_size": 2}, {**TP2["environ"], "SGLANG_PP_LAYER_PARTITION": "1,3"},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from api_helpers import ServerProcess, comes_true
 from engines import PP2, TP2, TP2_PP2, Engine, odd
+from stories import with_figures
 from whole_engines import HITS, NOTHING, OTHERS, PROMPTS, comes_back, prompts_of, tokens_of
 
 from kvdock.client.client import Client
@@ -132,6 +133,28 @@ def test_a_stage_that_cannot_load_is_promised_nothing_and_never_gives_tokens(
         assert tokens_of(engine.generate(PROMPTS)[0]) == tokens_of(local)
         engine.drain()
         assert comes_back(engine) == (local, HITS)
+
+
+def test_what_a_later_stage_could_not_store_is_not_taken_for_stored(
+    models: dict[str, Path], server: ServerProcess, tmp_path: Path
+) -> None:
+    """SGLang offers it again when it is used again, and no other engine finds it before."""
+    figures = with_figures(tmp_path / "figures")
+    (tmp_path / "figures").mkdir()
+    how = {
+        "engine": {**PP2["engine"], **figures["engine"]}, "environ": {**PP2["environ"], **figures["environ"]},
+    }
+    with Engine(models["llama"], server.unix, **told("StageStoresNothing", tmp_path, how)) as engine:
+        (tmp_path / "lost").touch()
+        assert engine.generate(PROMPTS)[1] == NOTHING
+        engine.drain()
+        assert comes_true(lambda: engine.figures().get("kvdock_stores_failed_total", 0) >= len(PROMPTS))
+        assert engine.figures().get("kvdock_store_tokens_total", 0) == 0
+        (tmp_path / "lost").unlink()
+        local = engine.generate(PROMPTS)
+        assert local[1] == HITS
+        engine.drain()
+        assert comes_back(engine) == local
 
 
 def test_a_request_that_is_retracted_before_a_bad_verdict_is_computed(

@@ -28,6 +28,7 @@ from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.arg_groups.overrides import model_config_of
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
+from sglang.srt.mem_cache.utils import get_hash_str
 
 from kvdock.connectors.cost import PrefillSpeed
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
@@ -97,6 +98,7 @@ class KvdockLinker(UnifiedCacheLinker):
         warn_of_version(sglang.__version__)
         settings, model = Settings.load(extra_config or {}, os.environ), model_config_of(server_args)
         refuse_what_is_not_supported(server_args, params, model, [component.name for component in components])
+        get_hash_str([0] * params.page_size, None, params.page_size)  # here it compiles what the first lookup needs
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         groups = groups_of(
             kvcache, params.page_size, params.swa_retain_window, drafts_of(params), params.req_to_token_pool
@@ -388,6 +390,8 @@ class KvdockLinker(UnifiedCacheLinker):
         self._offloads.close()
         if self._zero is not None:
             self._zero.close()
+        if self._ranks.notes is not None:
+            self._ranks.notes.close()
         self._rank_pools.worker.close()
         self._rank_pools.worker.session.close()
         self._rank_pools.worker.session.client.close()

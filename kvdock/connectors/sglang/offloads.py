@@ -11,8 +11,7 @@ started are dropped, so that a flush of SGLang's cache waits only for copies in 
 
 Pages that were loaded a moment ago are not offered to the server again: SGLang offers the pages of a load once their
 request is in its tree. An offer succeeds if the server has all of its pages; SGLang repeats an offer that fails. In a
-pipeline the first stage alone tells the outcome: what a later stage could not store is a miss until SGLang offers it
-again.
+pipeline the first stage tells the outcome, once all ranks have noted theirs (stages.py).
 
 Invariant: each offer ends exactly once, after its last copy; each reservation is carried out or aborted.
 """
@@ -46,11 +45,11 @@ log = logging.getLogger("kvdock.sglang")
 
 @dataclass
 class _Offer:
-    """`pages`: the hashes of the pages; `indices`: SGLang's indices, by the name of the transfer; `counts`: how many of
-    the last pages each transfer has; `ready`: waits until the GPU has computed the pages; `epoch`: the epoch of the
-    weights that computed them; `may_store`: whether this rank may store them."""
+    """`number`: counted on each rank alike; `pages`: the hashes of the pages; `indices`: SGLang's indices, by the name
+    of the transfer; `counts`: how many of the last pages each transfer has; `ready`: waits until the GPU has computed
+    the pages; `epoch`: the epoch of the weights that computed them; `may_store`: whether this rank may store them."""
 
-    name: str
+    number: int
     pages: tuple[str, ...]
     indices: Mapping[str, Any]
     counts: Mapping[str, int]
@@ -63,7 +62,13 @@ class _Offer:
     """Plans with the numbers of the offer's pages in place of blocks."""
     reserved: Future[bool] = field(default_factory=Future)
     """Whether the server has all pages, or will have them when the plans are carried out. Set by rank 0."""
+    takes_part: bool = True
+    """Whether this rank got all plans."""
     ended: Future[bool] = field(default_factory=Future)
+
+    @property
+    def name(self) -> str:
+        return f"offer-{self.number}"
 
     @property
     def outcome(self) -> int:
@@ -100,7 +105,7 @@ class Offloads:
         """The pages must not change until the offer has ended. `parent`: see Chains.named. `may_store` False: no rank
         stores the pages; in a rank that is no writer it has no effect, unless it is rank 0."""
         self._count += 1
-        made = _Offer(f"offer-{self._count}", tuple(pages), indices, counts, ready, self._weights.epoch, may_store)
+        made = _Offer(self._count, tuple(pages), indices, counts, ready, self._weights.epoch, may_store)
         self._offers.append(made)
         writers = min(self._ranks.size, self._worker.session.manifest.writers)
         if self._zero is not None:
@@ -151,13 +156,28 @@ class Offloads:
         return ok
 
     def _count_in_stages(self) -> int:
-        """As many offers as have ended on the first stage. A later stage waits until its own copies have ended."""
+        """As many offers as have ended on all ranks, as far as the first stage knows. A later stage waits until its own
+        copies have ended."""
         if self._offers:
-            outcomes = self._ranks.least([offer.outcome for offer in self._offers])
+            outcomes = self._ranks.least(self._outcomes())
             self._agreed = deque(takewhile(lambda outcome: outcome != _RUNS, outcomes))
         for offer in islice(self._offers, len(self._agreed)):
             offer.ended.exception()
         return len(self._agreed)
+
+    def _outcomes(self) -> list[int]:
+        """How the offers have ended on this rank; on rank 0, on all ranks: those behind one that runs count as running
+        there."""
+        outcomes, notes = [offer.outcome for offer in self._offers], self._ranks.notes
+        if self._zero is None or notes is None:
+            return outcomes
+        notes.forget_before(self._offers[0].number)
+        for at, offer in enumerate(self._offers):
+            others = notes.all_stored(offer.number) if outcomes[at] != _RUNS else None
+            if others is None:
+                return outcomes[:at] + [_RUNS] * (len(outcomes) - at)
+            outcomes[at] = outcomes[at] if others else _FAILED
+        return outcomes
 
     def _is_current(self, offer: _Offer) -> bool:
         """Whether the weights of the offer are the present ones. May be called from any thread."""
@@ -246,6 +266,7 @@ class Offloads:
             if self._zero is None:
                 takes_part = offer.may_store or self._ranks.stages > 1  # where no rank hears of another's refusal
                 offer.plans = self._attached(orders) if takes_part else []
+                offer.takes_part = len(offer.plans) == len(orders)
                 offer.reserved.set_result(ok)
             if not orders or self._ranks.stages > 1 or self._ranks.all_agree(len(offer.plans) == len(orders)):
                 self._writing.run(self._write, offer)
@@ -273,26 +294,32 @@ class Offloads:
             if offer.plans:
                 offer.ready()
             pages = self._pages(offer) if offer.plans else {}
+            are_stored = offer.takes_part
             for attachment, plan in offer.plans:
                 try:
                     if not self._worker.writes:
                         continue  # another rank has the same heads, and stores them
                     if self._is_current(offer) and offer.may_store:
-                        self._store(attachment, _placed(plan, pages))
+                        are_stored = self._store(attachment, _placed(plan, pages)) and are_stored
                     else:
+                        are_stored = False
                         self._worker.session.abort(attachment, plan.reservation, self._worker.ranks)
                 finally:
                     attachment.release()
-            ok = offer.reserved.result() and self._is_current(offer)
+            ok = are_stored and offer.reserved.result() and self._is_current(offer)
         finally:
             offer.ended.set_result(ok)
+            if self._ranks.notes is not None and self._zero is None:
+                self._ranks.notes.stored(offer.number, ok)
 
-    def _store(self, attachment: Attachment, plan: StorePlan) -> None:
+    def _store(self, attachment: Attachment, plan: StorePlan) -> bool:
+        """Whether all of this rank's parts were committed."""
         storing = self._worker.submit_store(attachment, plan)
         self._worker.finish_store(storing)
         ahead = self._zero.ahead if self._zero is not None else None
         if ahead is not None and storing.committed:
             ahead.add(attachment, storing.committed)
+        return len(storing.committed) == len(plan.pieces) * len(self._worker.ranks)
 
     def _pages(self, offer: _Offer) -> dict[int, list[int]]:
         """By group, the block ids of this rank's pages. A group with windows has only the last pages: -1 stands for the

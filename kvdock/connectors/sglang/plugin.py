@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from kvdock.connectors.sglang.hooks import install
-from kvdock.connectors.sglang.setup import PAGES, UNSERVED, is_set
+from kvdock.connectors.sglang.setup import PAGES, UNSERVED, WANTED_PAGES, is_set
 
 log = logging.getLogger("kvdock.sglang")
 
@@ -78,7 +78,7 @@ def why_not(settings: Any, asked_page_tokens: int | None) -> str:
             return f"kvdock does not serve --{name.replace('_', '-')} under SGLang, because {why}"
     if settings.page_size in PAGES:
         return ""
-    wanted = f"--page-size is {settings.page_size}, and {' or '.join(map(str, PAGES))} is wanted"
+    wanted = f"--page-size is {settings.page_size}, and {WANTED_PAGES} is wanted"
     if asked_page_tokens is not None or settings.page_size != 1:
         return wanted
     if getattr(settings, "mamba_radix_cache_strategy", None) == "no_buffer":

@@ -5,7 +5,8 @@ keeps only the last tokens of the window, and asks for no others. A draft model'
 pages as the target's full attention. So are the keys of the indexer of sparse attention (DSA), which chooses the tokens
 that are attended to. Of recurrent states (Mamba, linear attention), SGLang keeps for each node of its
 tree the state after the node's last token, in a slot. So a hit can end only after such a token. kvdock describes a
-state as a window of one token, and each tensor of the state as a group.
+state as a window of one token, and each tensor of the state as a group. DeepSeek-V4 has several pools of compressed KV,
+which are a group each, and its window another one.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ SPARSE = "DSATokenToKVPool"
 """SGLang's pool of latents (MLA) with an indexer's keys (DeepSeek-V3.2, GLM-5)."""
 CHOSEN_BLOCKS = "MiniMaxSparseKVPool"
 """SGLang's pool of attention with an indexer that chooses blocks of tokens (MiniMax-M3)."""
+WORK = ("intermediate_ssm", "intermediate_conv_window")
+"""What SGLang keeps of recurrent states while drafts are verified: it depends on no earlier step."""
+COMPRESSED = "DeepSeekV4TokenToKVPool"
+"""SGLang's pools of attention to compressed KV (DeepSeek-V4)."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,13 @@ def groups_of(
     """`kvcache`: the pool of SGLang's allocator of KV pages; `drafts`: the pools of draft models; `requests`: SGLang's
     pool of requests, which has the recurrent states. Raises NotSupportedError for a pool that is not known."""
     groups = list(_targets(kvcache, page_tokens, window_tokens, requests))
+    if type(kvcache).__name__ == COMPRESSED:
+        if drafts:
+            raise NotSupportedError(
+                f"kvdock does not serve drafts beside a {COMPRESSED} under SGLang, which may keep their window by "
+                "request: no --speculative-algorithm is wanted."
+            )
+        return tuple(groups)  # SGLang gives each pool room for all pages, and some have more
     for draft in drafts:
         groups += [replace(group, is_draft=True) for group in _of_pages(draft, page_tokens)]
     for group in groups:
@@ -137,6 +149,8 @@ def _targets(
         of_attention = sorted(kvcache.full_attention_layer_id_mapping, key=kvcache.full_attention_layer_id_mapping.get)
         attention = _group(FULL, kvcache.full_kv_pool, page_tokens, of_attention)
         return (attention, *_states(requests, page_tokens))
+    if type(kvcache).__name__ == COMPRESSED:
+        return _of_compressed(kvcache, page_tokens, window_tokens)
     if type(kvcache).__name__ != "SWAKVPool":
         return _of_pages(kvcache, page_tokens)
     if window_tokens is None:
@@ -197,27 +211,45 @@ def _of_chosen_blocks(pool: Any, page_tokens: int) -> tuple[KVGroup, ...]:
     return tuple(groups)
 
 
+def _of_compressed(pool: Any, page_tokens: int, window_tokens: int | None) -> tuple[KVGroup, ...]:
+    """The groups of DeepSeek-V4's pools, as SGLang describes them to its own linkers: of each page, the compressed KV
+    of its tokens and an indexer's keys; of the window, latents, and the states from which the next tokens are
+    compressed. What SGLang keeps for each request besides is empty at the end of a page."""
+    if window_tokens is None or pool._unified_kv or pool.request_window is not None or not {*pool.kv_pools} <= {4, 128}:
+        raise NotSupportedError(
+            f"kvdock serves a {COMPRESSED} under SGLang with pages of the sliding window and ratios of 4 and 128 "
+            "alone: no unified KV, no window by request and no lower ratio is wanted."
+        )
+    from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import _build_deepseek_v4_device_pool_group
+
+    try:
+        entries = _build_deepseek_v4_device_pool_group(pool, page_tokens).entries
+    except ValueError as why:
+        raise NotSupportedError(f"kvdock cannot describe SGLang's {COMPRESSED}: {why}") from why
+    groups = []
+    for entry in entries:
+        transfer, (buffers,) = str(entry.indices_from_pool), entry.components
+        layout = _layout_of_rows([one.view(torch.uint8) for one in buffers], page_tokens, f"pool {entry.name}")
+        window = window_tokens if transfer == SWA else None
+        groups.append(KVGroup(transfer, layout, dict(entry.layer_mapping), window, is_latent=True))
+    return tuple(sorted(groups, key=lambda group: group.transfer != FULL))
+
+
 def _layout_of_rows(rows: Sequence[Any], page_tokens: int, what: str) -> PagedLayout:
     """Describes tensors of bytes. `rows`: a tensor for each layer, with a row for each block; `what`: their name in
     errors. Raises NotSupportedError."""
-    if rows[0].shape[1] % page_tokens:
-        raise NotSupportedError(
-            f"kvdock cannot describe {what} of {rows[0].shape[1]} bytes: a multiple of --page-size {page_tokens} is "
-            "wanted."
-        )
     try:
-        return paged_layout(
-            "NL_X_NB_BS_HS", [one.unflatten(1, (page_tokens, -1)) for one in rows], block_tokens=page_tokens
-        )
+        layout = paged_layout("NL_X_NB_BS_HS", [one.unsqueeze(1) for one in rows], block_tokens=1)
     except LayoutError as error:
         raise NotSupportedError(f"kvdock cannot describe SGLang's {what}: {error}.") from error
+    return layout.with_block_tokens(page_tokens)
 
 
 def _states(requests: Any, page_tokens: int) -> list[KVGroup]:
     """A group for each tensor of the recurrent states, described as bytes: for each layer, a row for each slot."""
     pool = requests.mamba_pool
     known = ("conv", "temporal")
-    unknown = [name for name, of in vars(pool.mamba_cache).items() if name not in known and of is not None]
+    unknown = [name for name, of in vars(pool.mamba_cache).items() if name not in (*known, *WORK) and of is not None]
     unknown += [type(beside).__name__ for beside in pool._slot_siblings]
     unknown += [
         name for name in ("short_conv_pool", "ngram_pool")
@@ -273,6 +305,6 @@ def _group(
         raise NotSupportedError(f"kvdock cannot describe SGLang's {kind}: {error}.") from error
     raise NotSupportedError(
         f"kvdock does not know what SGLang keeps in a {kind}: an MHATokenToKVPool without scales, an MLATokenToKVPool, "
-        f"a {SPARSE}, a {CHOSEN_BLOCKS} or a SWAKVPool of the first two is wanted."
+        f"a {SPARSE}, a {CHOSEN_BLOCKS}, a {COMPRESSED} or a SWAKVPool of the first two is wanted."
     )
 

@@ -19,9 +19,10 @@ from kvdock.connectors.settings import MOST_TIER_WAIT_S, EngineSettings, checked
 log = logging.getLogger("kvdock.sglang")
 
 EXTRA = "linker_extra_config"
-PAGES = (64, 128)
+PAGES = (64, 128, 256)
 """The page sizes, in tokens, that kvdock serves, because a page is a chunk: finding a smaller one costs more than
 computing it."""
+WANTED_PAGES = "64, 128 or 256"
 MOST_STAGES = 2
 """With more, the first stage could wait for a load of the last one, which waits for the first."""
 DRAFTS_WITHOUT_KV = (None, "NGRAM")
@@ -55,8 +56,7 @@ def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components:
     tree."""
     if params.page_size not in PAGES:
         raise NotSupportedError(
-            f"kvdock stores whole pages: --page-size is {params.page_size}, and {' or '.join(map(str, PAGES))} is "
-            "wanted."
+            f"kvdock stores whole pages: --page-size is {params.page_size}, and {WANTED_PAGES} is wanted."
         )
     for what, found in (
         ("context parallelism of attention", params.attn_cp_size),
@@ -67,11 +67,15 @@ def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components:
             raise NotSupportedError(f"kvdock does not serve {what} under SGLang: found {found}, and 1 is wanted.")
     if params.pp_size > 1:
         _refuse_stages(args, params, model, components)
-    if "MAMBA" in components and (args.speculative_algorithm is not None or "SWA" in components):
-        found = "sliding windows" if "SWA" in components else f"--speculative-algorithm {args.speculative_algorithm}"
+    if "MAMBA" in components and "SWA" in components:
         raise NotSupportedError(
-            f"kvdock does not serve recurrent states (Mamba, linear attention) beside {found} under SGLang: one of the "
-            "two is wanted."
+            "kvdock does not serve recurrent states (Mamba, linear attention) beside sliding windows under SGLang: one "
+            "of the two is wanted."
+        )
+    if params.mtp_draft_mamba_pools:
+        raise NotSupportedError(
+            f"kvdock does not serve drafts with recurrent states of their own under SGLang: found "
+            f"{len(params.mtp_draft_mamba_pools)} pools of them, and drafts of attention alone are wanted."
         )
     if args.speculative_algorithm not in DRAFTS_WITHOUT_KV and not drafts_of(params):
         raise NotSupportedError(
@@ -106,6 +110,11 @@ def _refuse_stages(args: Any, params: Any, model: Any, components: Collection[st
             f"{args.speculative_algorithm} under SGLang, where the last stage alone has drafts: tensor parallelism is "
             "wanted."
         )
+    if getattr(args, "disaggregation_mode", None) == "prefill":
+        raise NotSupportedError(
+            "kvdock does not serve pipeline parallelism beside --disaggregation-mode prefill under SGLang, whose loop "
+            "then is another one: tensor parallelism is wanted."
+        )
     from sglang.srt.distributed.utils import get_pp_indices
 
     ends = [get_pp_indices(model.num_hidden_layers, stage, params.pp_size) for stage in range(params.pp_size)]
@@ -118,8 +127,8 @@ def _refuse_stages(args: Any, params: Any, model: Any, components: Collection[st
 
 
 def is_set(args: Any, name: str) -> bool:
-    """Whether one of SGLang's settings that are off by default is on."""
-    return getattr(args, name, None) not in (None, False, "", "null")
+    """Whether one of SGLang's settings that are off by default is on, and not as in SERVED."""
+    return getattr(args, name, None) not in (None, False, "", "null", SERVED.get(name))
 
 
 def drafts_of(params: Any) -> tuple[Any, ...]:
@@ -132,11 +141,14 @@ UNSERVED = {
     "enable_unified_memory": "its pools move while they are in use",
     "enable_hisparse": "part of its KV is elsewhere",
     "dllm_algorithm": "a diffusion model's KV depends on later tokens",
-    "disaggregation_mode": "the transfer between the two engines is not tried beside it",
+    "disaggregation_mode": "an engine that decodes gets its KV from one that computes prompts, and that one is served",
     "enable_return_routed_experts": "SGLang keeps the experts of each slot beside its KV, and a load has KV alone",
     "enable_return_indexer_topk": "SGLang keeps an indexer's choice beside each slot's KV, and a load has KV alone",
 }
 """Settings for which the engine is refused if they are set, with the reason."""
+
+SERVED = {"disaggregation_mode": "prefill"}
+"""Values of settings in UNSERVED that are served."""
 
 VERSIONS = (0, 5, 23), (0, 5, 23)
 """The first and the last version of SGLang that were tested."""

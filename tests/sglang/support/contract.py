@@ -34,6 +34,7 @@ if DEVICE == "cpu":
 
 import torch
 from linker_checks import LINKER_CHECKS, found, scheduler
+from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import (
     DSATokenToKVPool,
@@ -45,6 +46,7 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.utils import get_hash_str
+from sglang.srt.runtime_context import publish
 from sglang.srt.server_args import ServerArgs
 from stream_checks import STREAM_CHECKS
 
@@ -55,9 +57,11 @@ from kvdock.connectors.sglang import lookups
 from kvdock.connectors.sglang.linker import KvdockLinker
 
 PAGE, PAGES, LAYERS, WINDOW = 64, 64, 3, 128
+LONG_PAGE = 256
+"""DeepSeek-V4's."""
 GROUPS = {
     "mha": ("kv",), "mla": ("kv",), "sparse": ("kv",), "blocks": ("kv",), "window": ("kv", "swa"), "draft": ("kv",),
-    "state": ("kv", "mamba"),
+    "state": ("kv", "mamba"), "state and draft": ("kv", "mamba"), "compressed": ("kv", "swa"),
 }
 """By kind; "large" is another, in which a load takes as long as a short step: 2 GiB on a GPU."""
 WINDOWS = {"swa": WINDOW, "mamba": 1}
@@ -82,7 +86,16 @@ def pool_of(kind: str) -> Any:
         return MHATokenToKVPool(size=size, head_num=2, head_dim=16, layer_num=LAYERS, **HEADS)
     if kind == "large":
         return large_pool(32)
-    if kind == "state":
+    if kind == "compressed":  # the first layer has the window alone
+        size = (PAGES - 1) * LONG_PAGE
+        return DeepSeekV4TokenToKVPool(
+            max_num_reqs=4, swa_size=size, c4_size=size // 4, c128_size=size // 128, c4_state_pool_size=size // 32,
+            c128_state_pool_size=8, page_size=LONG_PAGE, swa_page_size=LONG_PAGE, dtype=torch.uint8,
+            c4_state_dtype=torch.float32, c128_state_dtype=torch.float32, qk_nope_head_dim=448, qk_rope_head_dim=64,
+            indexer_head_dim=128, layer_num=LAYERS, device=DEVICE, enable_memory_saver=False,
+            compression_ratios=[0, 4, 128], sliding_window=WINDOW, start_layer=0, end_layer=LAYERS,
+        )
+    if kind.startswith("state"):
         return HybridLinearKVPool(
             size=size, dtype=torch.float32, page_size=PAGE, head_num=2, head_dim=16, full_attention_layer_ids=[1],
             device=DEVICE, mamba_pool=None,
@@ -102,27 +115,30 @@ def drafts_of(kind: str) -> tuple[Any, ...]:
     """A draft model's pools, which have the target's pages."""
     if kind == "large":
         return (large_pool(4),)
-    if kind == "draft":
+    if kind in ("draft", "state and draft"):
         return (MHATokenToKVPool(size=(PAGES - 1) * PAGE, head_num=1, head_dim=16, layer_num=1, **HEADS),)
     return ()
 
 
-def states() -> Any:
-    """SGLang's pool of requests: two layers with a temporal state and two of convolutions."""
-    shape = SimpleNamespace(conv=[(32, 3), (32, 4)], temporal=(2, 16, 16))
+def states(drafted_tokens: int | None) -> Any:
+    """SGLang's pool of requests: two layers with a temporal state and two of convolutions. `drafted_tokens`: how many
+    are verified at once."""
+    shape = SimpleNamespace(conv=[(32, 3), (32, 4)], temporal=(2, 16, 16), disable_conv_window_dedup=True)
     types = SimpleNamespace(conv=torch.bfloat16, temporal=torch.float32)
     about = SimpleNamespace(shape=shape, dtype=types, is_kda=False)
     return HybridReqToTokenPool(
-        size=4, mamba_size=PAGES - 1, mamba_spec_state_size=0, max_context_len=PAGE, device=DEVICE,
-        enable_memory_saver=False, cache_params=about, mamba_layer_ids=[0, 2], enable_mamba_extra_buffer=True,
+        size=4, mamba_size=PAGES - 1, mamba_spec_state_size=4 if drafted_tokens else 0, max_context_len=PAGE,
+        device=DEVICE, speculative_num_draft_tokens=drafted_tokens,
+        speculative_eagle_topk=1 if drafted_tokens else None, enable_memory_saver=False, cache_params=about,
+        mamba_layer_ids=[0, 2], enable_mamba_extra_buffer=True,
     )
 
 
 class Verbs:
     """A Connector: what SGLang's wrapper of linkers would do for each verb."""
 
-    def __init__(self, linker: KvdockLinker, groups: Sequence[str]) -> None:
-        self.linker, self._groups = linker, groups
+    def __init__(self, linker: KvdockLinker, groups: Sequence[str], page: int) -> None:
+        self.linker, self._groups, self._page = linker, groups, page
         self._offered: dict[str, int] = {}
         self._stores: list[StoreDone | None] = []
         """What has happened once each offer has ended."""
@@ -135,27 +151,27 @@ class Verbs:
         for at, group in enumerate(self._groups):
             of_group, indices = list(keys), None
             if group in WINDOWS:
-                of_group = of_group[-max(1, WINDOWS[group] // PAGE) :]
+                of_group = of_group[-max(1, WINDOWS[group] // self._page) :]
             if blocks is not None:
                 held = [block for block in blocks[at][first : first + len(keys)] if block is not None]
                 of_group = list(keys[len(keys) - len(held) :])
-                rows = [page * PAGE + token for page in held for token in range(PAGE)]
+                rows = [page * self._page + token for page in held for token in range(self._page)]
                 indices = torch.tensor(held if group == "mamba" else rows, device=DEVICE)
             made.append(PoolTransfer(name=PoolName(group), keys=of_group, device_indices=indices))
         return made
 
     def lookup(self, request_id: str, token_ids: Sequence[int], local_tokens: int) -> Hit | Miss:
-        keys = hashes_of(token_ids)[local_tokens // PAGE :]
-        if local_tokens % PAGE or not keys:
+        keys = hashes_of(token_ids, self._page)[local_tokens // self._page :]
+        if local_tokens % self._page or not keys:
             return Miss()
         promised = found(self.linker, request_id, *self._transfers(keys, None, 0))
         self._tail = keys
-        return Hit(local_tokens + max(promised) * PAGE) if promised else Miss()
+        return Hit(local_tokens + max(promised) * self._page) if promised else Miss()
 
     def begin_load(
         self, request_id: str, block_ids: Sequence[Sequence[int | None]], local_tokens: int, hit_tokens: int
     ) -> None:
-        first, end = local_tokens // PAGE, hit_tokens // PAGE
+        first, end = local_tokens // self._page, hit_tokens // self._page
         transfers = self._transfers(self._tail[: end - first], block_ids, first)
         if not self.linker.load(request_id, transfers):
             self._loads.append(LoadDone(request_id, local_tokens))
@@ -170,11 +186,11 @@ class Verbs:
     def begin_store(
         self, request_id: str, token_ids: Sequence[int], block_ids: Sequence[Sequence[int | None]], computed_tokens: int
     ) -> tuple[tuple[int, ...], ...]:
-        first, end = self._offered.get(request_id, 0), computed_tokens // PAGE
+        first, end = self._offered.get(request_id, 0), computed_tokens // self._page
         if end <= first:
             return ()
         self._offered[request_id] = end
-        keys = hashes_of(token_ids)
+        keys = hashes_of(token_ids, self._page)
         reads = tuple(tuple(page for page in column[first:end] if page is not None) for column in block_ids)
         done = StoreDone(request_id, reads)
         nodes = [(first, end)] if "mamba" not in self._groups else [(at, at + 1) for at in range(first, end)]
@@ -202,9 +218,9 @@ class Verbs:
         self.linker.close()
 
 
-def hashes_of(tokens: Sequence[int]) -> list[str]:
-    whole = list(tokens[: len(tokens) // PAGE * PAGE])
-    return list(get_hash_str(whole, None, PAGE)) if whole else []
+def hashes_of(tokens: Sequence[int], page: int = PAGE) -> list[str]:
+    whole = list(tokens[: len(tokens) // page * page])
+    return list(get_hash_str(whole, None, page)) if whole else []
 
 
 class Subject:
@@ -215,22 +231,24 @@ class Subject:
     def __init__(self, name: str, kind: str, model: str, address: str, stream: Any = None) -> None:
         """`stream`: of the forward pass, if it is not the current one."""
         self.label = f"{name}-{os.getpid()}-{next(self.numbers)}"
-        self.chunk_tokens = self.block_tokens = PAGE
+        page = self.chunk_tokens = self.block_tokens = LONG_PAGE if kind == "compressed" else PAGE
         self.num_blocks = PAGES
         self._groups = GROUPS.get(kind, ("kv",))
         self.windows = [WINDOWS.get(group) for group in self._groups]
-        self.pool, self.drafts = pool_of(kind), drafts_of(kind)
-        self.states = states() if kind == "state" else None
         args = ServerArgs(
             model_path=model, served_model_name=self.label, device=DEVICE, load_format="safetensors",
-            skip_tokenizer_init=True, page_size=PAGE,
+            skip_tokenizer_init=True, page_size=page,
         )
         args.resolve_once()
+        if kind == "compressed":
+            publish(args, role="scheduler")  # its pool reads settings
+        self.pool, self.drafts = pool_of(kind), drafts_of(kind)
+        self.states = states(3 if self.drafts else None) if "mamba" in self._groups else None
         params = SimpleNamespace(
-            page_size=PAGE, token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self.pool), pp_size=1,
+            page_size=page, token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: self.pool), pp_size=1,
             pp_cache_group=None, attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None,
             sidecar_draft_device_pools=self.drafts, mtp_draft_device_pools=(),
-            swa_retain_window=WINDOW if "swa" in self._groups else None,
+            mtp_draft_mamba_pools=(), swa_retain_window=WINDOW if "swa" in self._groups else None,
             enable_metrics=False, req_to_token_pool=self.states, enable_kv_cache_events=False, is_eagle=False,
         )
         names = {"kv": "FULL", "swa": "SWA", "mamba": "MAMBA"}
@@ -239,13 +257,15 @@ class Subject:
         linker = KvdockLinker(args, params, components=components, extra_config=extra, forward_stream=stream)
         linker.guard.meet(scheduler())
         assert linker.guard.in_force(), linker.guard.why
-        self.connector: Any = Verbs(linker, self._groups)
+        self.connector: Any = Verbs(linker, self._groups, page)
         if DEVICE == "cuda":
             wait_until_registered(address, self.label)
 
     def _rows(self, block: int) -> list[Any]:
         """Where the block is, in each layer: groups have ranges of blocks of their own."""
         pool, is_second = self.pool, len(self._groups) > 1 and block >= PAGES // 2
+        if hasattr(pool, "compress_state_pools"):
+            return self._compressed_rows(block, is_second)
         if self.states is not None:
             cache = self.states.mamba_pool.mamba_cache
             if is_second:
@@ -259,6 +279,16 @@ class Subject:
                 planes += getattr(of, name, [])
         rows = [plane[block * PAGE : (block + 1) * PAGE] for plane in planes]
         return rows + [keys[block : block + 1] for keys in getattr(pool, "index_k_with_scale_buffer", ()) if len(keys)]
+
+    def _compressed_rows(self, block: int, is_second: bool) -> list[Any]:
+        pool = self.pool
+        if not is_second:
+            of_pages = (pool.c4_kv_pool.kv_buffer, pool.c4_indexer_kv_pool.index_k_with_scale_buffer,
+                        pool.c128_kv_pool.kv_buffer)
+            return [buffer[block : block + 1] for buffers in of_pages for buffer in buffers]
+        states = [pool.compress_state_pools[1], pool.indexer_compress_state_pools[1]]
+        rings = [state.kv_score_buffer.kv_score[block * 8 : (block + 1) * 8] for state in states]
+        return [*(buffer[block : block + 1] for buffer in pool.swa_kv_pool.kv_buffer), *rings]
 
     def fill(self, block: int, seed: int) -> None:
         source = torch.Generator().manual_seed(seed)

@@ -58,6 +58,24 @@ class ApartLinker(KvdockLinker):
         session.attachment_to, notes.attached = lost, told  # type: ignore[method-assign]  # for this process alone
 
 
+class StageStoresNothing(KvdockLinker):
+    """What the last stage copies of a store is lost."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        worker = self._rank_pools.worker
+        real = worker.submit_store
+
+        def submit_store(attachment: Any, plan: Any, **how: Any) -> Any:
+            storing = real(attachment, plan, **how)
+            if self._ranks.stage > 0 and happens("lost"):
+                storing.wait(None)
+                storing.error = copy_error("blocks", found="a test", wanted="none")
+            return storing
+
+        worker.submit_store = submit_store  # type: ignore[method-assign]  # for this process alone
+
+
 PATIENCE_S = 3.0
 """How long a verdict waits for the launch of the next step."""
 

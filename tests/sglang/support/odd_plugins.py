@@ -79,3 +79,15 @@ def retract_now_and_then(steps: int = 9) -> None:
 def retract_in_each_step() -> None:
     """All requests but one, in each step that computes no prompt."""
     retract_now_and_then(1)
+
+
+def send_kv_nowhere() -> None:
+    """In the place of what moves KV from an engine that computes prompts to one that decodes, between GPUs, is what
+    SGLang has for requests that warm it up."""
+    from sglang.srt.disaggregation import prefill
+    from sglang.srt.disaggregation.utils import TransferBackend
+    from sglang.srt.managers import tokenizer_manager
+
+    real = prefill.get_kv_class
+    prefill.get_kv_class = lambda backend, kind: real(TransferBackend.FAKE, kind)
+    tokenizer_manager.start_disagg_service = lambda: None

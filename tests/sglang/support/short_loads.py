@@ -112,8 +112,8 @@ class Scheduler:
         params = SimpleNamespace(
             page_size=PAGE, token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: pool), pp_size=1, pp_rank=0,
             attn_cp_size=1, attn_tp_cache_group=None, tp_cache_group=None, sidecar_draft_device_pools=(),
-            mtp_draft_device_pools=(), swa_retain_window=None, enable_metrics=False, req_to_token_pool=None,
-            enable_kv_cache_events=False, is_eagle=False,
+            mtp_draft_device_pools=(), mtp_draft_mamba_pools=(), swa_retain_window=None, enable_metrics=False,
+            req_to_token_pool=None, enable_kv_cache_events=False, is_eagle=False,
         )
         given = {"address": address, "load_if_cheaper": False, "lookup_wait_s": 0.05, **extra}
         self.linker = KvdockLinker(args, params, components=[SimpleNamespace(name="FULL")], extra_config=given)

@@ -139,7 +139,7 @@ class Quotas:
         used, limit = self._used(tenant).sessions, self.of(tenant).sessions
         if limit is None or used < limit:
             return
-        if not any(view.nonce == nonce for view in self._table.sessions()):
+        if not self._table.session_of(nonce):
             raise _exceeded("sessions", used, limit)
 
     def check_namespace(self, tenant: str, digest: bytes, moves: SessionRecord | None = None) -> None:
@@ -149,16 +149,10 @@ class Quotas:
         limit = self.of(tenant).namespaces
         if limit is None or self._table.has_namespace(digest):
             return
-        number = tenant_id(tenant)
-        in_use = {
-            view.namespace for view in self._table.namespaces() if view.tenant == number and view.left_ms is None
-        }
-        if moves is not None:
-            filed = [view.namespace for view in self._table.sessions()]
-            if filed.count(moves.namespace.table_id) == 1:
-                in_use.discard(moves.namespace.table_id)
-        if len(in_use) >= limit:
-            raise _exceeded("namespaces", len(in_use), limit)
+        leaving = {} if moves is None else {"leaving": moves.namespace.table_id}
+        in_use = self._table.namespaces_in_use(tenant_id(tenant), **leaving)
+        if in_use >= limit:
+            raise _exceeded("namespaces", in_use, limit)
 
     def empty_left(self, max_chunks: int) -> int:
         """Evicts chunks of namespaces that were left by tenants with more namespaces than they may have. Returns how

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvdock._core import TableError
+from kvdock._core import MAX_NAMESPACES, TableError
 from kvdock.api.clock import ServerClock
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas, tenant_id
@@ -45,8 +45,7 @@ class Sessions:
             try:
                 return ask()
             except TableError as error:
-                is_of_namespaces = len(self._table.namespaces()) == error.found
-                if error.code != "table_full" or not is_of_namespaces:
+                if error.code != "table_full" or error.found != MAX_NAMESPACES:
                     raise
                 if not self._table.empty_left(0, SLICE_EMPTIED_CHUNKS):
                     raise
@@ -170,7 +169,7 @@ class Sessions:
     def _namespace_of(self, session: int, base: bytes, manifest: Manifest, tenant: str) -> NamespaceRecord:
         """The namespace in which the table has the session. Raises ApiError(id_reused) if its manifest is another."""
         space = self._table.sessions([session])[0].namespace
-        view = next(one for one in self._table.namespaces() if one.namespace == space)
+        view = self._table.namespace(space)
         if view.base != base:
             raise ApiError(
                 "id_reused", "the instance attached with another manifest", found=base.hex(), wanted=view.base.hex()

@@ -18,6 +18,7 @@ from typing import Self
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from bench.floods.long_turns import LongTurns
 from bench.floods.turns import measure_turns
 from kvdock.api import server
 from kvdock.api.http.connection import connection_class
@@ -45,11 +46,14 @@ def serve(values: dict[str, object]) -> None:
 
 
 def serve_measured(values: dict[str, object]) -> None:
-    """`turns_file`: gets the longest turn of the event loop."""
-    path, tasks = Path(str(values.pop("turns_file"))), list[asyncio.Task[None]]()
+    """`turns_file`: gets the longest turn of the event loop. `explained_file`: gets what long turns were made of, if
+    there is one."""
+    path, explained = Path(str(values.pop("turns_file"))), values.pop("explained_file", None)
+    tasks = list[asyncio.Task[None]]()
 
     def ready(at: server.Addresses) -> None:
-        tasks.append(measure_turns(path))
+        explain = LongTurns(Path(str(explained))).turned if explained else None
+        tasks.append(measure_turns(path, explain))
         print(json.dumps(at._asdict()), flush=True)
 
     logging.basicConfig(handlers=[ServerLog()])

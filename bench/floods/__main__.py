@@ -93,6 +93,11 @@ def measure_kind(full: Full, name: str, seconds: float, rounds: int) -> Figures:
     return Figures(of.p99_ms, of.max_ms, of.errors, of.p99_ms / quiet.lookups.p99_ms, *seen.turn, *quiet.turn)
 
 
+def explained(full: Full, seen_bytes: int) -> bytes:
+    """Lines about long turns, from that byte on."""
+    return full.explained.read_bytes()[seen_bytes:] if full.explained.exists() else b""
+
+
 def measure(full: Full, names: list[str], chosen: argparse.Namespace) -> dict[str, Any]:
     by_kind, again = dict[str, dict[str, float]](), dict[str, dict[str, list[float]]]()
     turns = defaultdict[str, Longest](Longest)
@@ -100,6 +105,7 @@ def measure(full: Full, names: list[str], chosen: argparse.Namespace) -> dict[st
     honest(full.engine, full.keys, 0.5)
     forget_most_memory(pid)
     began_mib = most_memory_mib(pid)
+    seen_bytes = len(explained(full, 0))
     for name in names:
         all_of = [measure_kind(full, name, chosen.seconds, chosen.rounds)]
         if not all_of[0].is_within_limits:
@@ -108,6 +114,9 @@ def measure(full: Full, names: list[str], chosen: argparse.Namespace) -> dict[st
         figures = Figures(*map(statistics.median, zip(*all_of, strict=True)))
         by_kind[name] = {key: value for key, value in figures._asdict().items() if "quiet" not in key}
         print(name, {key: round(value, 2) for key, value in by_kind[name].items()}, file=sys.stderr, flush=True)
+        lines = explained(full, seen_bytes)
+        seen_bytes += len(lines)
+        print(lines.decode(), end="", file=sys.stderr, flush=True)
         whose = KINDS[name].who
         turns[whose] = turns[whose].or_longer(Longest(figures.turn_ms, figures.turn_wall_ms))
         turns[QUIET] = turns[QUIET].or_longer(Longest(figures.quiet_turn_ms, figures.quiet_turn_wall_ms))
@@ -136,9 +145,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--again", type=int, default=4, help="how often a kind is measured again that exceeds a limit")
     parser.add_argument("--kinds", default="", help="a regular expression: only floods whose names it matches in part")
     parser.add_argument("--scale", type=float, default=1.0, help="how much the server has, as a share of its usual")
+    parser.add_argument("--explain", action="store_true", help="what turns above 2 ms were made of, on stderr")
     chosen = parser.parse_args(arguments)
     names = [name for name in KINDS if name != QUIET and re.search(chosen.kinds, name)]
-    with full_server(Size().scaled(chosen.scale)) as full:
+    with full_server(Size().scaled(chosen.scale), explains=chosen.explain) as full:
         figures = rounded(measure(full, names, chosen))
     of = figures.pop("of")
     if chosen.json:

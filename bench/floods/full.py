@@ -53,19 +53,22 @@ class Full(NamedTuple):
     keys: bytes
     target: Target
     longest_turn: LongestTurn
+    explained: Path
+    """What long turns were made of, if the server notes it."""
 
 
 @contextmanager
-def full_server(size: Size) -> Iterator[Full]:
+def full_server(size: Size, *, explains: bool = False) -> Iterator[Full]:
     _allow_descriptors()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvdock-floods-")))
         access_file = str(folder / "access.toml")
         tokens = {str(scope): add_token(access_file, scope, [scope]) for scope in INCLUDED}
-        longest_turn = LongestTurn(folder / "longest_turn")
-        server = stack.enter_context(
-            ServerProcess("measured", access_file=access_file, turns_file=str(folder / "longest_turn"), **SETTINGS)
-        )
+        longest_turn, explained = LongestTurn(folder / "longest_turn"), folder / "explained"
+        more = {"explained_file": str(explained)} if explains else {}
+        server = stack.enter_context(ServerProcess(
+            "measured", access_file=access_file, turns_file=str(folder / "longest_turn"), **more, **SETTINGS
+        ))
         client = stack.enter_context(Client(server.unix, timeout_s=30.0))
         engine, keys = Engine(client, "honest", PART_BYTES), chain(KEYS, "flooded")
         with Client(server.unix, timeout_s=30.0, access_token=tokens["engine"]) as its_client:
@@ -76,7 +79,7 @@ def full_server(size: Size) -> Iterator[Full]:
         for _ in range(KEPT_EVENTS):
             engine.look_up(keys)
         target = Target(server.unix, server.http, flooder.session, flooder.member, flooder.namespace, tokens)
-        yield Full(server, engine, keys, target, longest_turn)
+        yield Full(server, engine, keys, target, longest_turn, explained)
 
 
 def _fill(client: Client, size: Size, lock_file: str) -> Iterator[MemberLiveness]:

@@ -13,6 +13,7 @@ import asyncio
 import ctypes
 import mmap
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,12 +59,13 @@ def _mapped(path: Path) -> memoryview[float]:
         return memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("d")
 
 
-def measure_turns(path: Path) -> asyncio.Task[None]:
-    """Measures the turns of the running loop, as long as the task runs."""
-    return asyncio.create_task(_measure(_mapped(path)))
+def measure_turns(path: Path, explain: Callable[[float, float], None] | None = None) -> asyncio.Task[None]:
+    """Measures the turns of the running loop, as long as the task runs. `explain`: called after each with its processor
+    time and its time on the clock, in seconds."""
+    return asyncio.create_task(_measure(_mapped(path), explain))
 
 
-async def _measure(longest: memoryview[float]) -> None:
+async def _measure(longest: memoryview[float], explain: Callable[[float, float], None] | None) -> None:
     libuv, loop = ctypes.CDLL(uvloop.loop.__file__), asyncio.get_running_loop()
     address = ctypes.c_void_p(_address_of(loop))
     waited_ns = libuv.uv_metrics_idle_time
@@ -81,6 +83,8 @@ async def _measure(longest: memoryview[float]) -> None:
         cpu_s, wall_s = time.thread_time(), worked_s()
         longest[_CPU] = max(longest[_CPU], cpu_s - before_cpu_s)
         longest[_WALL] = max(longest[_WALL], wall_s - before_wall_s)
+        if explain is not None:
+            explain(cpu_s - before_cpu_s, wall_s - before_wall_s)
         before_cpu_s, before_wall_s = cpu_s, wall_s
 
     handle = ctypes.create_string_buffer(libuv.uv_handle_size(_PREPARE))

@@ -10,6 +10,8 @@ import asyncio
 import gc
 import hashlib
 import itertools
+import statistics
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +22,7 @@ from app_rig import CHAIN, OWN, Rig, ask, opened
 from turns import Turns, quickest, turns_of
 
 from kvdock.api.feeds.kv import BATCH_CHUNKS, KvLog, KvStream, Source
+from kvdock.api.pool.quotas import tenant_id
 from kvdock.api.pool.registry import MemberRecord
 from kvdock.api.reports.lists import NAMESPACES_OF_PAGE, REQUESTS_OF_PAGE
 from kvdock.api.reports.metrics import CLASSIC
@@ -87,6 +90,35 @@ async def prune(rig: Rig) -> None:
 def test_work_on_all_sessions_goes_in_short_turns(work: Any, rig: Rig) -> None:
     turns = quickest(lambda: turns_of(lambda: work(rig)), TURN_MS)
     assert turns.longest_ms < TURN_MS and turns.number > 3
+
+
+TENANTS, ROUNDS = 900, 30
+MOST_RATIO = 8.0
+"""It was 15: the table was asked for each tenant."""
+
+
+def test_a_round_of_the_keeper_asks_once_for_all_tenants() -> None:
+    """Each of 900 that are within their quotas."""
+    with opened() as made:
+        table, quotas = made.pool.table, made.parts.keeper._quotas
+        for number in range(TENANTS):
+            tenant = f"tenant-{number}"
+            table.add_namespace(
+                hashlib.sha256(tenant.encode()).digest(), chunk_tokens=16, block_tokens=4, writers=1,
+                groups=[("full", 0, 4096)], tenant=tenant_id(tenant),
+            )
+            quotas._names.put(tenant_id(tenant), tenant)
+
+        def median_s(work: Any) -> float:
+            took_s = list[float]()
+            for _ in range(ROUNDS):
+                began_s = time.thread_time()
+                work()
+                took_s.append(time.thread_time() - began_s)
+            return statistics.median(took_s)
+
+        assert len(table.tenants()) >= TENANTS and quotas.empty_left(64) == 0
+        assert median_s(lambda: quotas.empty_left(64)) < MOST_RATIO * median_s(table.tenants)
 
 
 @pytest.mark.parametrize(("path", "most", "items"), [
@@ -247,7 +279,7 @@ def test_collections_walk_no_record_of_sessions_requests_and_chunks() -> None:
                 asked = s.Lookup(session=rig.session, member="m", request=f"q{next(names)}", keys=keys)
                 await rig.parts.handlers.service.lookup(OWN, asked, JSON)
             await rig.parts.sampler._tally.catch_up()
-            rig.parts.feeds.catch_up()
+            await rig.parts.feeds.catch_up()
 
         def announce() -> None:
             for number in range(CHUNKS):

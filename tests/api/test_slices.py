@@ -28,12 +28,14 @@ from kvdock.api.keeper import Keeper
 from kvdock.api.pool.registry import KEYS_OF_PART, SLICE_SESSIONS, NamespaceRecord
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.hits import MOST_ANSWERS, MOST_RUNS, Whose
+from kvdock.api.record.journal import SLICE_EVENTS
 from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.api.server import YOUNG_S, collect_garbage
 from kvdock.api.service import SLICE_EVICTED, SLICE_RELEASES
 from kvdock.api.turns import SLICE_WORK
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import Quota
+from kvdock.protocol.events import Freed
 from kvdock.protocol.forms import JSON, Codec, Form, RawBody
 from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.reports import RequestView
@@ -394,6 +396,20 @@ def test_no_collection_walks_what_the_documents_are_made_of(monkeypatch: pytest.
         gc.callbacks.remove(note)
     assert enabled and all(enabled), "a collection ran while they were made"
     assert not any(one is app.openapi_schema for one in gc.get_objects()), "it is never walked again"
+
+
+@pytest.mark.parametrize("path", ["/v1/events", "/metrics"])
+def test_events_that_wait_are_handed_out_in_slices_before_they_are_read(path: str, rig: Rig) -> None:
+    journal = rig.parts.feeds._journal  # nothing else hands out events here
+    for number in range(10 * SLICE_EVENTS):
+        journal.publish(Freed(bytes=number))
+
+    async def read() -> None:
+        status, content = await ask(rig.app, "GET", path)
+        assert status == 200 and content
+
+    handed_out, most = most_in_a_turn(read, lambda: len(journal._queue))
+    assert handed_out >= 10 * SLICE_EVENTS and most <= SLICE_EVENTS
 
 
 def test_all_tenants_are_looked_at_in_slices(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -266,6 +266,7 @@ async def events(request: Request, kinds: Kinds = "", follow: Follow = False) ->
     names = [name.strip() for name in kinds.split(",") if name.strip()] or list(KINDS)
     if unknown := [name for name in names if name not in KINDS]:
         raise ApiError("bad_argument", "no such kinds of events", found=unknown, wanted=list(KINDS))
+    await stream.catch_up()
     pieces = stream.read(
         request.headers.get("last-event-id", ""), {KINDS[name] for name in names}, peer_of_call(request).sees,
         is_admitted_of(request), follows=follow,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,7 +19,7 @@ from typing import Self
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from bench.floods.long_turns import LongTurns
+from bench.floods.long_turns import long_turns
 from bench.floods.turns import measure_turns
 from kvdock.api import server
 from kvdock.api.http.connection import connection_class
@@ -52,12 +53,13 @@ def serve_measured(values: dict[str, object]) -> None:
     tasks = list[asyncio.Task[None]]()
 
     def ready(at: server.Addresses) -> None:
-        explain = LongTurns(Path(str(explained))).turned if explained else None
+        explain = stack.enter_context(long_turns(Path(str(explained)))) if explained else None
         tasks.append(measure_turns(path, explain))
         print(json.dumps(at._asdict()), flush=True)
 
     logging.basicConfig(handlers=[ServerLog()])
-    server.Server(Settings.load(values), on_ready=ready).run()
+    with ExitStack() as stack:
+        server.Server(Settings.load(values), on_ready=ready).run()
 
 
 def serve_floor(values: dict[str, object]) -> None:

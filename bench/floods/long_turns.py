@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -49,8 +51,18 @@ class LongTurns:
         self._collections: list[tuple[int, float, int]] = []
         self._seen: list[list[tuple[Any, int]]] = []
         self._collection_s = 0.0
+        self._is_over = threading.Event()
+        self._looking = threading.Thread(target=self._look, name="long turns", daemon=True)
+
+    def begin(self) -> None:
         gc.callbacks.append(self._collected)
-        threading.Thread(target=self._look, name="long turns", daemon=True).start()
+        self._looking.start()
+
+    def end(self) -> None:
+        gc.callbacks.remove(self._collected)
+        self._is_over.set()
+        self._looking.join()
+        self._file.close()
 
     def turned(self, cpu_s: float, wall_s: float) -> None:
         """A turn has ended, after so much processor time and time on the clock."""
@@ -77,14 +89,24 @@ class LongTurns:
         self._collections.append((about["generation"], took_ms, about["collected"]))
 
     def _look(self) -> None:
-        while True:
-            time.sleep(EVERY_S)
+        while not self._is_over.wait(EVERY_S):
             frame: FrameType | None = sys._current_frames().get(self._thread)
             frames = list[tuple[Any, int]]()
             while frame is not None and len(frames) < FRAMES:
                 frames.append((frame.f_code, frame.f_lineno))
                 frame = frame.f_back
             self._seen.append(frames)
+
+
+@contextmanager
+def long_turns(path: Path) -> Iterator[Callable[[float, float], None]]:
+    """Gets what a turn took: processor time and time on the clock, in seconds."""
+    turns = LongTurns(path)
+    turns.begin()
+    try:
+        yield turns.turned
+    finally:
+        turns.end()
 
 
 def _place(at: tuple[Any, int]) -> str:

@@ -142,15 +142,20 @@ class Quotas:
         if not self._table.session_of(nonce):
             raise _exceeded("sessions", used, limit)
 
-    def check_namespace(self, tenant: str, digest: bytes, moves: SessionRecord | None = None) -> None:
+    def check_namespace(
+        self, tenant: str, digest: bytes, moves: SessionRecord | None = None, *, drop_idle: Callable[[], None]
+    ) -> None:
         """Before a namespace is used, new or not. Namespaces that sessions have left do not count: they are removed
-        when others are needed. `moves`: the session that changes from another namespace to this one. Raises
-        ApiError(quota_exceeded)."""
+        when others are needed. `moves`: the session that changes from another namespace to this one. `drop_idle`:
+        drops namespaces that have neither sessions nor chunks. Raises ApiError(quota_exceeded)."""
         limit = self.of(tenant).namespaces
         if limit is None or self._table.has_namespace(digest):
             return
         leaving = {} if moves is None else {"leaving": moves.namespace.table_id}
         in_use = self._table.namespaces_in_use(tenant_id(tenant), **leaving)
+        if in_use >= limit:
+            drop_idle()
+            in_use = self._table.namespaces_in_use(tenant_id(tenant), **leaving)
         if in_use >= limit:
             raise _exceeded("namespaces", in_use, limit)
 

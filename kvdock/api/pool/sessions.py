@@ -117,7 +117,6 @@ class Sessions:
             raise ApiError("not_ready", "the first segment is being allocated: attach again in a moment")
         known = self.registry.of_instance(tenant, instance)
         self.registry.drop_ended(self._table, [known] if known else [])
-        self.registry.drop_idle_namespaces(self._table)
         if self.drain.begun and self.registry.of_instance(tenant, instance) is None:
             raise ApiError("not_ready", "the server is draining: attach to the next one")
 
@@ -151,7 +150,7 @@ class Sessions:
         self, base: bytes, weights: str, manifest: Manifest, tenant: str, moves: SessionRecord | None = None
     ) -> NamespaceRecord:
         digest = filed_in(base, weights)
-        self.quotas.check_namespace(tenant, digest, moves)
+        self.quotas.check_namespace(tenant, digest, moves, drop_idle=self._drop_idle_namespaces)
         space = self._table.add_namespace(
             digest,
             chunk_tokens=manifest.chunk_tokens,
@@ -165,6 +164,9 @@ class Sessions:
         return self.registry.add_namespace(
             space, digest, manifest, tenant, holds_chunks=self._table.chunks_in(space) > 0, base=base, weights=weights
         )
+
+    def _drop_idle_namespaces(self) -> None:
+        self.registry.drop_idle_namespaces(self._table)
 
     def _namespace_of(self, session: int, base: bytes, manifest: Manifest, tenant: str) -> NamespaceRecord:
         """The namespace in which the table has the session. Raises ApiError(id_reused) if its manifest is another."""

@@ -408,7 +408,8 @@ void bind_members(py::class_<BoundTable>& c) {
            "The open ones of the named sessions; by default all open ones.")
       .def("most_holding", call(&Table::most_holding), "by_grants"_a,
            "The session that holds most: grants, or bytes. None: no session has a grant.")
-      .def("members", call(&Members::views), "sessions"_a = py::none(), "By default of all sessions.");
+      .def("members", call(&Members::views))
+      .def("members_named", call(&Members::views_of), "members"_a, "Those of them that there still are.");
 }
 
 void bind_stores(py::class_<BoundTable>& c) {

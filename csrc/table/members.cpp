@@ -45,11 +45,16 @@ uint32_t Members::session_cell(uint64_t id) const {
   return *cell;
 }
 
-uint32_t Members::member_cell(uint64_t id) const {
+std::optional<uint32_t> Members::find_member(uint64_t id) const {
   auto cell = static_cast<uint32_t>(id & kCellMask);
-  if (cell >= kMaxMembers || members_[cell].state() == MemberState::kFree || member_id(cell) != id)
-    throw TableError("unknown_member", "no such member", int64_t(id));
+  if (cell >= kMaxMembers || members_[cell].state() == MemberState::kFree || member_id(cell) != id) return std::nullopt;
   return cell;
+}
+
+uint32_t Members::member_cell(uint64_t id) const {
+  std::optional<uint32_t> cell = find_member(id);
+  if (!cell) throw TableError("unknown_member", "no such member", int64_t(id));
+  return *cell;
 }
 
 Members::Asker Members::asker(uint64_t session, uint64_t member) const {
@@ -261,16 +266,25 @@ std::vector<uint32_t> Members::open_sessions(const std::optional<std::vector<uin
   return out;
 }
 
-std::vector<MemberInfo> Members::views(const std::optional<std::vector<uint64_t>>& sessions) const {
+MemberInfo Members::info_of(uint32_t cell) const {
+  const Member& m = members_[cell];
+  MemberInfo info{member_id(cell), session_id(m.session), m.nonce, ranks_of(m), m.scheduler != 0, m.state(),
+                  m.heartbeat_ms, m.lock_offset, std::nullopt};
+  if (m.pinned_through != kNone) info.pinned_through = m.pinned_through;
+  return info;
+}
+
+std::vector<MemberInfo> Members::views() const {
   std::vector<MemberInfo> out;
-  for (uint32_t session : open_sessions(sessions))
-    for (uint32_t cell : open_.at(session).members) {
-      const Member& m = members_[cell];
-      MemberInfo info{member_id(cell), session_id(session), m.nonce, ranks_of(m), m.scheduler != 0, m.state(),
-                      m.heartbeat_ms, m.lock_offset, std::nullopt};
-      if (m.pinned_through != kNone) info.pinned_through = m.pinned_through;
-      out.push_back(std::move(info));
-    }
+  for (auto& [session, open] : open_)
+    for (uint32_t cell : open.members) out.push_back(info_of(cell));
+  return out;
+}
+
+std::vector<MemberInfo> Members::views_of(const std::vector<uint64_t>& ids) const {
+  std::vector<MemberInfo> out;
+  for (uint64_t id : ids)
+    if (auto cell = find_member(id)) out.push_back(info_of(*cell));
   return out;
 }
 

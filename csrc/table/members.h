@@ -38,6 +38,7 @@ class Members {
   // Cells of ids. Throws TableError unknown_session, unknown_member.
   uint32_t session_cell(uint64_t id) const;
   std::optional<uint32_t> find_session(uint64_t id) const;
+  std::optional<uint32_t> find_member(uint64_t id) const;
   uint32_t member_cell(uint64_t id) const;
   // Only a live member of the session gets new grants. Throws TableError member_suspect, member_dead as well.
   Asker asker(uint64_t session, uint64_t member) const;
@@ -78,7 +79,8 @@ class Members {
   }
   // The cells of the open sessions among `named`; nullopt: of all open sessions.
   std::vector<uint32_t> open_sessions(const std::optional<std::vector<uint64_t>>& named = std::nullopt) const;
-  std::vector<MemberInfo> views(const std::optional<std::vector<uint64_t>>& sessions) const;  // nullopt: of all
+  std::vector<MemberInfo> views() const;
+  std::vector<MemberInfo> views_of(const std::vector<uint64_t>& members) const;  // of those that there still are
 
   // Adoption: judge() checks sessions and members and takes them over, or refuses them; it writes nothing. restart():
   // no heartbeat has come yet, so living members are suspect until one does, and dead ones settle once more.
@@ -103,6 +105,7 @@ class Members {
   Member* members_;
   Namespaces& spaces_;  // counts their sessions
   void open(uint32_t session);
+  MemberInfo info_of(uint32_t cell) const;
 
   std::map<uint32_t, Open> open_;  // by session cell
   std::map<Id16, uint32_t> by_nonce_;  // the cells of the same sessions

@@ -114,12 +114,12 @@ _list(c.SESSIONS, "sessions", "list_sessions", "Attached sessions and their memb
 
 @_route(
     c.SESSION, "sessions", "One session: members, grants, bytes held",
-    "All members, the bytes that the session holds, and a page of its open leases and reservations, chosen by "
-    "`limit` and `cursor`.",
+    "Up to 128 members that have not left, the bytes that the session holds, and a page of its open leases and "
+    "reservations, chosen by `limit` and `cursor`.",
     errors=("unknown_session", "bad_argument"),
 )
 async def show_session(request: Request, session: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(handlers_of(request).lists.session(peer_of_call(request), session, limit, cursor))
+    return answer(await handlers_of(request).lists.session(peer_of_call(request), session, limit, cursor))
 
 
 _list(c.LEASES, "reading", "list_leases", "Open leases and reservations, oldest first", Lists.leases)

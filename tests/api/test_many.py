@@ -106,7 +106,7 @@ def median_s(work: Callable[[], object]) -> float:
 
 
 ATTACH_RATIO = 1.8
-"""It was 5: namespaces and sessions were walked over several times."""
+"""It was 3.5: namespaces and sessions were walked over several times."""
 
 
 def test_an_attach_takes_as_long_among_many_as_alone(rig: Rig) -> None:

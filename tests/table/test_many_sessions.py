@@ -15,8 +15,8 @@ from kvdock._core import MAX_NAMESPACES, MAX_SESSIONS, Table
 pytestmark = [pytest.mark.table_model, pytest.mark.security]
 
 FEW, CALLS = 8, 200
-MOST_RATIO = 20.0
-"""A walk over all sessions takes 500 times as long as one over the few, and one over all namespaces 100 times."""
+MOST_RATIO = 3.0
+"""With walks over all of them it was 6 to 2,000."""
 OWN, TENANT = bytes(16), key("tenant")[:16]
 ALL_NAMESPACES, ALL_SESSIONS = MAX_NAMESPACES - 1, MAX_SESSIONS - 1
 
@@ -30,6 +30,7 @@ def filled(namespaces: int, sessions: int) -> Table:
     ]
     for number in range(sessions):
         table.open_session(key("session", number)[:16], spaces[number % namespaces], 0)
+    table.open_session(key("last")[:16], spaces[7], 0)
     return table
 
 
@@ -54,8 +55,7 @@ def median_s(work: Callable[[], object]) -> float:
 
 @pytest.mark.parametrize(("name", "ask"), [
     ("session_of", lambda table: table.session_of(bytes(16))),
-    ("open_session", lambda table: table.open_session(key("session", 7)[:16], 7, 0)),
-    ("has_namespace", lambda table: table.has_namespace(key("none"))),
+    ("open_session", lambda table: table.open_session(key("last")[:16], 7, 0)),
     ("namespace", lambda table: table.namespace(7)),
     ("stats", lambda table: table.stats()),
     ("most_holding", lambda table: table.most_holding(by_grants=True)),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -18,6 +19,7 @@ from typing import Self
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
+from bench.floods.long_turns import long_turns
 from bench.floods.turns import measure_turns
 from kvdock.api import server
 from kvdock.api.http.connection import connection_class
@@ -45,15 +47,19 @@ def serve(values: dict[str, object]) -> None:
 
 
 def serve_measured(values: dict[str, object]) -> None:
-    """`turns_file`: gets the longest turn of the event loop."""
-    path, tasks = Path(str(values.pop("turns_file"))), list[asyncio.Task[None]]()
+    """`turns_file`: gets the longest turn of the event loop. `explained_file`: gets what long turns were made of, if
+    there is one."""
+    path, explained = Path(str(values.pop("turns_file"))), values.pop("explained_file", None)
+    tasks = list[asyncio.Task[None]]()
 
     def ready(at: server.Addresses) -> None:
-        tasks.append(measure_turns(path))
+        explain = stack.enter_context(long_turns(Path(str(explained)))) if explained else None
+        tasks.append(measure_turns(path, explain))
         print(json.dumps(at._asdict()), flush=True)
 
     logging.basicConfig(handlers=[ServerLog()])
-    server.Server(Settings.load(values), on_ready=ready).run()
+    with ExitStack() as stack:
+        server.Server(Settings.load(values), on_ready=ready).run()
 
 
 def serve_floor(values: dict[str, object]) -> None:

@@ -13,9 +13,11 @@ limit is measured `--again` times more, each as long as the first time, and its 
 `kinds`: how many there were. `again`: those that were measured again, with every ratio and longest turn.
 `worst_p99_ratio`: the engine's p99 beside a flood, divided by that of the baseline.
 `longest_turn_ms`: the longest turn of the server's event loop in processor time (bench/floods/turns.py), and
-`longest_turn_wall_ms` on the clock, with what a busy machine took from it; either with `_SCOPE` is that beside floods
-with a token of the scope, `_none` without a token, `_quiet` beside the baseline. A kind is measured again by its ratio
-and by processor time. `rss_growth_mib`: by how much the server's memory grew at most. `of`: p99, ratio, longest lookup
+`longest_turn_wall_ms` on the clock, with what a busy machine took from it, and `longest_turn_unstopped_ms` in
+processor time, of the turns that the system did not stop for another process; the first two with `_SCOPE`: beside
+floods with a token of the scope, `_none` without a token, `_quiet` beside the baseline. A kind is measured again by its
+ratio and by processor time. `--explain` says what turns above 2 ms were made of (bench/floods/long_turns.py).
+`rss_growth_mib`: by how much the server's memory grew at most. `of`: p99, ratio, longest lookup
 and turns of each kind, and how many lookups failed. `found_afterwards`: how many of the 16 keys are still found.
 
 tests/api/test_floods.py lets engines go on beside each flood.
@@ -74,9 +76,11 @@ class Figures(NamedTuple):
     ratio: float
     turn_ms: float
     turn_wall_ms: float
+    turn_unstopped_ms: float
     quiet_turn_ms: float
     """The longest turn beside the baseline."""
     quiet_turn_wall_ms: float
+    quiet_turn_unstopped_ms: float
 
     @property
     def is_within_limits(self) -> bool:
@@ -93,6 +97,11 @@ def measure_kind(full: Full, name: str, seconds: float, rounds: int) -> Figures:
     return Figures(of.p99_ms, of.max_ms, of.errors, of.p99_ms / quiet.lookups.p99_ms, *seen.turn, *quiet.turn)
 
 
+def explained(full: Full, seen_bytes: int) -> bytes:
+    """Lines about long turns, from that byte on."""
+    return full.explained.read_bytes()[seen_bytes:] if full.explained.exists() else b""
+
+
 def measure(full: Full, names: list[str], chosen: argparse.Namespace) -> dict[str, Any]:
     by_kind, again = dict[str, dict[str, float]](), dict[str, dict[str, list[float]]]()
     turns = defaultdict[str, Longest](Longest)
@@ -100,6 +109,7 @@ def measure(full: Full, names: list[str], chosen: argparse.Namespace) -> dict[st
     honest(full.engine, full.keys, 0.5)
     forget_most_memory(pid)
     began_mib = most_memory_mib(pid)
+    seen_bytes = len(explained(full, 0))
     for name in names:
         all_of = [measure_kind(full, name, chosen.seconds, chosen.rounds)]
         if not all_of[0].is_within_limits:
@@ -108,13 +118,17 @@ def measure(full: Full, names: list[str], chosen: argparse.Namespace) -> dict[st
         figures = Figures(*map(statistics.median, zip(*all_of, strict=True)))
         by_kind[name] = {key: value for key, value in figures._asdict().items() if "quiet" not in key}
         print(name, {key: round(value, 2) for key, value in by_kind[name].items()}, file=sys.stderr, flush=True)
+        lines = explained(full, seen_bytes)
+        seen_bytes += len(lines)
+        print(lines.decode(), end="", file=sys.stderr, flush=True)
         whose = KINDS[name].who
-        turns[whose] = turns[whose].or_longer(Longest(figures.turn_ms, figures.turn_wall_ms))
-        turns[QUIET] = turns[QUIET].or_longer(Longest(figures.quiet_turn_ms, figures.quiet_turn_wall_ms))
+        turns[whose] = turns[whose].or_longer(Longest(*figures[4:7]))
+        turns[QUIET] = turns[QUIET].or_longer(Longest(*figures[7:10]))
     return {
         "kinds": len(by_kind), "worst_p99_ratio": max(one["ratio"] for one in by_kind.values()),
         "longest_turn_ms": max(turn.cpu_ms for turn in turns.values()),
         "longest_turn_wall_ms": max(turn.wall_ms for turn in turns.values()),
+        "longest_turn_unstopped_ms": max(turn.unstopped_ms for turn in turns.values()),
         **{f"longest_turn_ms_{whose}": turn.cpu_ms for whose, turn in turns.items()},
         **{f"longest_turn_wall_ms_{whose}": turn.wall_ms for whose, turn in turns.items()},
         "rss_growth_mib": most_memory_mib(pid) - began_mib, "descriptors": descriptors(pid),
@@ -136,9 +150,10 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--again", type=int, default=4, help="how often a kind is measured again that exceeds a limit")
     parser.add_argument("--kinds", default="", help="a regular expression: only floods whose names it matches in part")
     parser.add_argument("--scale", type=float, default=1.0, help="how much the server has, as a share of its usual")
+    parser.add_argument("--explain", action="store_true", help="what turns above 2 ms were made of, on stderr")
     chosen = parser.parse_args(arguments)
     names = [name for name in KINDS if name != QUIET and re.search(chosen.kinds, name)]
-    with full_server(Size().scaled(chosen.scale)) as full:
+    with full_server(Size().scaled(chosen.scale), explains=chosen.explain) as full:
         figures = rounded(measure(full, names, chosen))
     of = figures.pop("of")
     if chosen.json:

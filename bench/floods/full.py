@@ -22,7 +22,7 @@ from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol import schemas as s
 from kvdock.protocol.calls import INCLUDED
 from kvdock.protocol.kv_events import named
-from kvdock.protocol.wire_types import KEY_BYTES, MAX_STORE_KEYS
+from kvdock.protocol.wire_types import KEY_BYTES, MAX_ANSWERS, MAX_RANKS, MAX_STORE_KEYS
 
 PART_BYTES = 256
 SETTINGS: dict[str, object] = {
@@ -40,6 +40,8 @@ class Size(NamedTuple):
     sessions: int = 2500
     namespaces: int = 900
     named_chunks: int = 60_000
+    leases: int = 2000
+    """Of the session of floods, each with as many readers as there can be, about whom every heartbeat asks."""
 
     def scaled(self, share: float) -> Size:
         return Size(*(max(1, round(share * of)) for of in self))
@@ -53,30 +55,36 @@ class Full(NamedTuple):
     keys: bytes
     target: Target
     longest_turn: LongestTurn
+    explained: Path
+    """What long turns were made of, if the server notes it."""
 
 
 @contextmanager
-def full_server(size: Size) -> Iterator[Full]:
+def full_server(size: Size, *, explains: bool = False) -> Iterator[Full]:
     _allow_descriptors()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="kvdock-floods-")))
         access_file = str(folder / "access.toml")
         tokens = {str(scope): add_token(access_file, scope, [scope]) for scope in INCLUDED}
-        longest_turn = LongestTurn(folder / "longest_turn")
-        server = stack.enter_context(
-            ServerProcess("measured", access_file=access_file, turns_file=str(folder / "longest_turn"), **SETTINGS)
-        )
+        longest_turn, explained = LongestTurn(folder / "longest_turn"), folder / "explained"
+        more = {"explained_file": str(explained)} if explains else {}
+        server = stack.enter_context(ServerProcess(
+            "measured", access_file=access_file, turns_file=str(folder / "longest_turn"), **more, **SETTINGS
+        ))
         client = stack.enter_context(Client(server.unix, timeout_s=30.0))
         engine, keys = Engine(client, "honest", PART_BYTES), chain(KEYS, "flooded")
         with Client(server.unix, timeout_s=30.0, access_token=tokens["engine"]) as its_client:
             flooder = Engine(its_client, "flooder", PART_BYTES)
-        for liveness in _fill(client, size, client.segments().lock_file):
+        lock_file = client.segments().lock_file
+        for liveness in _fill(client, size, lock_file):
             stack.callback(liveness.close)
         engine.store(keys)  # last: while the pool grew, chunks were evicted
+        with Client(server.unix, timeout_s=30.0, access_token=tokens["engine"]) as its_client:
+            _lease(its_client, flooder, size.leases)
         for _ in range(KEPT_EVENTS):
             engine.look_up(keys)
-        target = Target(server.unix, server.http, flooder.session, flooder.member, flooder.namespace, tokens)
-        yield Full(server, engine, keys, target, longest_turn)
+        target = Target(server.unix, server.http, flooder.session, flooder.member, flooder.namespace, tokens, lock_file)
+        yield Full(server, engine, keys, target, longest_turn, explained)
 
 
 def _fill(client: Client, size: Size, lock_file: str) -> Iterator[MemberLiveness]:
@@ -98,6 +106,20 @@ def _fill(client: Client, size: Size, lock_file: str) -> Iterator[MemberLiveness
     name = named(None, [1], range(100_000, 100_000 + CHUNK_TOKENS))
     for number in range(size.named_chunks // MAX_STORE_KEYS):
         _store(client, session, member.id, chain(MAX_STORE_KEYS, f"named {number}"), blocks=[name] * MAX_STORE_KEYS)
+
+
+def _lease(client: Client, engine: Engine, count: int) -> None:
+    """Leases of one chunk, all of which the member that asked for them has done with, but none of its readers."""
+    keys = chain(1, "leased")
+    _store(client, engine.session, engine.member, keys)
+    leases = [
+        client.lookup(s.Lookup(
+            session=engine.session, member=engine.member, request=f"leased-{number}", keys=keys, readers=MAX_RANKS
+        )).lease for number in range(count)
+    ]
+    for start in range(0, count, MAX_ANSWERS):
+        done = [s.GrantRanks(grant=lease) for lease in leases[start : start + MAX_ANSWERS] if lease is not None]
+        client.heartbeat(engine.session, s.Heartbeat(member=engine.member, done=done))
 
 
 def _store(client: Client, session: str, member: str, keys: bytes, **more: Any) -> None:

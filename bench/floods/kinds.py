@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -28,6 +29,7 @@ from bench.floods.ways import (
     storm,
 )
 from kvdock.api.build import api_document
+from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol.forms import JSON, PACKED
 from kvdock.protocol.wire_types import KEY_BYTES, MAX_KEYS, MAX_STORE_KEYS, Scope
 
@@ -36,7 +38,7 @@ Who = Scope | Literal["none"]
 
 
 class Target(NamedTuple):
-    """A server. `session`: one whose member is attached with the token `engine`."""
+    """A server. `session`: one whose member is attached with the token `engine`. `lock_file`: of its members' bytes."""
 
     unix: str
     http: str
@@ -45,6 +47,7 @@ class Target(NamedTuple):
     namespace: str
     tokens: Mapping[str, str]
     """By scope."""
+    lock_file: str
 
 
 Sign = Callable[[bytes], bytes]
@@ -117,6 +120,46 @@ def _new_store(at: Target, sign: Sign) -> Flood:
     return partial(converse, at.http, say)
 
 
+def _attach_new(liveness: MemberLiveness) -> bytes:
+    """Of an engine of a model that no other has."""
+    member = {"id": "q", "ranks": [0], "scheduler": True, "lock_offset": liveness.offset}
+    return packed("/v1/sessions", {
+        "instance": secrets.token_hex(8), "manifest": {**MANIFEST, "model": secrets.token_hex(8)}, "member": member,
+    })
+
+
+def _session_in(answer: bytes) -> str:
+    """Of an attach; "": it is the answer of another call, or a refusal, which is JSON."""
+    if not answer or answer.startswith(b"{"):
+        return ""
+    return str(msgspec.msgpack.decode(answer).get("session", ""))
+
+
+def _attach_and_leave(at: Target, sign: Sign) -> Flood:
+    """An engine attaches and leaves, again and again."""
+    liveness = MemberLiveness(at.lock_file, source=random.Random())  # held until the flood has ended
+
+    def say(answer: bytes) -> bytes:
+        session = _session_in(answer)
+        leave = sent("DELETE", f"/v1/sessions/{session}?member=q", Body(b""))
+        return sign(leave if session else _attach_new(liveness))
+
+    return partial(converse, at.http, say)
+
+
+def _new_weights(at: Target, sign: Sign) -> Flood:
+    """An engine reports weights that nobody has run before, again and again, so each call makes a namespace."""
+    liveness, session = MemberLiveness(at.lock_file, source=random.Random()), ""
+
+    def say(answer: bytes) -> bytes:
+        nonlocal session
+        session = _session_in(answer) or session
+        weights = {"session": session, "member": "q", "weights": secrets.token_hex(8)}
+        return sign(packed("/v1/weights", weights) if session else _attach_new(liveness))
+
+    return partial(converse, at.http, say)
+
+
 def _ranks(at: Target) -> bytes:
     body = f'{{"session":"{at.session}","ranks":[{"0," * 4_000_000}0]}}'.encode()
     return post("/v1/leases/0000000000000001/release", body)
@@ -127,11 +170,12 @@ def _tokens(_: Target) -> bytes:
     return post("/v1/lookups", body)
 
 
+MANIFEST = {"model": "m", "kv_dtype": "u8", "layers": 1, "kv_heads": 1, "head_size": 1, "chunk_tokens": 16,
+            "block_tokens": 16, "groups": [{"part_bytes": 4096}]}
+
+
 def _attach(_: Target) -> bytes:
-    groups = [{"part_bytes": 4096}]
-    manifest = {"model": "m", "kv_dtype": "u8", "layers": 1, "kv_heads": 1, "head_size": 1, "chunk_tokens": 16,
-                "block_tokens": 16, "groups": groups}
-    return packed("/v1/sessions", {"instance": "z", "manifest": manifest, "member": {"id": "q", "lock_offset": 99}})
+    return packed("/v1/sessions", {"instance": "z", "manifest": MANIFEST, "member": {"id": "q", "lock_offset": 99}})
 
 
 def _hint(at: Target) -> bytes:
@@ -222,6 +266,11 @@ BY_HAND: dict[str, Kind] = {
     "lookups_unix_2000": Kind("engine", _stormed(lambda at: _lookup(at, 2000), 16, over_unix=True)),
     "peeks": Kind("engine", _stormed(
         lambda at: packed("/v1/lookups", {"namespace": at.namespace, "keys": _keys(MAX_KEYS)}), 16
+    )),
+    "attach_and_leave": Kind("engine", _attach_and_leave),
+    "weights_new": Kind("engine", _new_weights),
+    "heartbeats": Kind("engine", _stormed(
+        lambda at: post(f"/v1/sessions/{at.session}/heartbeat", JSON.encode({"member": at.member})), 4
     )),
     "attach_refused": Kind("engine", _stormed(_attach, 8)),
     "hints": Kind("engine", _stormed(_hint, 4)),

@@ -3,7 +3,10 @@ on the clock.
 
 A turn is all that the loop does between two waits for something to happen. Processor time leaves out what a busy
 machine took from the thread, and what the thread slept; the clock counts both, but not the wait for something to
-happen. libuv, on which uvloop's loops run, calls back before each wait and knows how long it has waited: its functions
+happen. A thread that the system stopped meanwhile, for another one, finds less in its caches when it goes on, and what
+others do at the same moment costs it time, too: so the longest turn of those that were not stopped is counted apart.
+
+libuv, on which uvloop's loops run, calls back before each wait and knows how long it has waited: its functions
 are in uvloop's extension. The longest turns are in a file that both processes map.
 """
 
@@ -12,7 +15,9 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import mmap
+import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,19 +28,21 @@ _PREPARE = 9
 _MEASURE_WAITS = 1
 """UV_METRICS_IDLE_TIME of uv_loop_option."""
 _CALLBACK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_CPU, _WALL = range(2)
-_BYTES = 16
+_CPU, _WALL, _UNSTOPPED = range(3)
+_BYTES = 24
 """The file has a number of seconds for each."""
 
 
 class Longest(NamedTuple):
-    """The longest turn in processor time, and the longest on the clock, which may be another one."""
+    """The longest turn in processor time, the longest on the clock, and the longest in processor time of those that
+    were not stopped. They may be three turns."""
 
     cpu_ms: float = 0.0
     wall_ms: float = 0.0
+    unstopped_ms: float = 0.0
 
     def or_longer(self, other: Longest) -> Longest:
-        return Longest(max(self.cpu_ms, other.cpu_ms), max(self.wall_ms, other.wall_ms))
+        return Longest(*map(max, zip(self, other, strict=True)))
 
 
 class LongestTurn:
@@ -46,11 +53,12 @@ class LongestTurn:
         self._seconds = _mapped(path)
 
     def forget(self) -> None:
-        self._seconds[_CPU] = self._seconds[_WALL] = 0.0
+        for which in (_CPU, _WALL, _UNSTOPPED):
+            self._seconds[which] = 0.0
 
     def read(self) -> Longest:
         """Since they were last forgotten."""
-        return Longest(1000 * self._seconds[_CPU], 1000 * self._seconds[_WALL])
+        return Longest(*(1000 * seconds for seconds in self._seconds))
 
 
 def _mapped(path: Path) -> memoryview[float]:
@@ -58,12 +66,13 @@ def _mapped(path: Path) -> memoryview[float]:
         return memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("d")
 
 
-def measure_turns(path: Path) -> asyncio.Task[None]:
-    """Measures the turns of the running loop, as long as the task runs."""
-    return asyncio.create_task(_measure(_mapped(path)))
+def measure_turns(path: Path, explain: Callable[[float, float], None] | None = None) -> asyncio.Task[None]:
+    """Measures the turns of the running loop, as long as the task runs. `explain`: called after each with its processor
+    time and its time on the clock, in seconds."""
+    return asyncio.create_task(_measure(_mapped(path), explain))
 
 
-async def _measure(longest: memoryview[float]) -> None:
+async def _measure(longest: memoryview[float], explain: Callable[[float, float], None] | None) -> None:
     libuv, loop = ctypes.CDLL(uvloop.loop.__file__), asyncio.get_running_loop()
     address = ctypes.c_void_p(_address_of(loop))
     waited_ns = libuv.uv_metrics_idle_time
@@ -74,14 +83,21 @@ async def _measure(longest: memoryview[float]) -> None:
         waited: int = waited_ns(address)
         return (time.monotonic_ns() - waited) / 1e9
 
-    before_cpu_s, before_wall_s = time.thread_time(), worked_s()
+    def stops() -> int:
+        return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw
+
+    before_cpu_s, before_wall_s, before_stops = time.thread_time(), worked_s(), stops()
 
     def turned(_: int) -> None:
-        nonlocal before_cpu_s, before_wall_s
-        cpu_s, wall_s = time.thread_time(), worked_s()
+        nonlocal before_cpu_s, before_wall_s, before_stops
+        cpu_s, wall_s, stopped = time.thread_time(), worked_s(), stops()
         longest[_CPU] = max(longest[_CPU], cpu_s - before_cpu_s)
         longest[_WALL] = max(longest[_WALL], wall_s - before_wall_s)
-        before_cpu_s, before_wall_s = cpu_s, wall_s
+        if stopped == before_stops:
+            longest[_UNSTOPPED] = max(longest[_UNSTOPPED], cpu_s - before_cpu_s)
+        if explain is not None:
+            explain(cpu_s - before_cpu_s, wall_s - before_wall_s)
+        before_cpu_s, before_wall_s, before_stops = cpu_s, wall_s, stopped
 
     handle = ctypes.create_string_buffer(libuv.uv_handle_size(_PREPARE))
     libuv.uv_prepare_init(address, handle)

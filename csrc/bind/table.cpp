@@ -347,7 +347,11 @@ void bind_namespaces(py::class_<BoundTable>& c) {
            "Evicts at most `max_chunks` of namespaces that sessions have left, the oldest first, whenever that was, "
            "but not of the `kept` latest. `tenant`: only of its namespaces, `kept` or not. Returns how many were "
            "evicted.")
-      .def("namespaces", call(&Chunks::spaces));
+      .def("namespaces", call(&Chunks::spaces))
+      .def("namespace", call(&Chunks::space_info), "number"_a)
+      .def("namespaces_in_use", call(&Namespaces::in_use), "tenant"_a, "leaving"_a = kNone,
+           "How many of the tenant's namespaces sessions have not left. `leaving`: the number of one that one of its "
+           "sessions is about to leave; without others in it, it does not count.");
 }
 
 void bind_tenants(py::class_<BoundTable>& c) {
@@ -387,8 +391,9 @@ void bind_members(py::class_<BoundTable>& c) {
         return call(&Members::add_member)(t, session, {nonce, std::move(ranks), scheduler, lock_offset}, now);
       }, "session"_a, "nonce"_a, "ranks"_a, "scheduler"_a, "now_ms"_a, "lock_offset"_a = 0,
          "Idempotent by (session, nonce): a repeat counts as a heartbeat; id_reused if ranks or lock differ.")
-      .def("heartbeat", call(&Table::heartbeat), "member"_a, "now_ms"_a,
-           "Marks the member live; returns questions about grants (grant, ranks; []: for the member that asked).")
+      .def("heartbeat", call(&Table::heartbeat), "member"_a, "now_ms"_a, "most"_a = kAll,
+           "Marks the member live; returns questions about grants (grant, ranks; []: for the member that asked). They "
+           "stop at `most`, of which a question counts eight, and one more for each of its ranks.")
       .def("report_pinned", call(&Members::report_pinned), "member"_a, "through"_a,
            "It has page-locked the segments with ids below `through`.")
       .def("member_dead", call(&Table::member_dead), "member"_a, "now_ms"_a, "most"_a = kAll,
@@ -401,7 +406,10 @@ void bind_members(py::class_<BoundTable>& c) {
            "`most`, and the answer: as for leave().")
       .def("sessions", call(&Table::sessions), "named"_a = py::none(),
            "The open ones of the named sessions; by default all open ones.")
-      .def("members", call(&Members::views), "sessions"_a = py::none(), "By default of all sessions.");
+      .def("most_holding", call(&Table::most_holding), "by_grants"_a,
+           "The session that holds most: grants, or bytes. None: no session has a grant.")
+      .def("members", call(&Members::views))
+      .def("members_named", call(&Members::views_of), "members"_a, "Those of them that there still are.");
 }
 
 void bind_stores(py::class_<BoundTable>& c) {

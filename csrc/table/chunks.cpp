@@ -185,21 +185,24 @@ void Chunks::end_preferences(uint64_t now, Work& work) {
 
 std::vector<SpaceInfo> Chunks::spaces() {
   std::vector<SpaceInfo> out;
-  for (uint32_t space : spaces_.live()) {
-    const Namespace& ns = spaces_[space];
-    SpaceInfo info{space, ns.digest, ns.base, ns.tenant, records_.chunks_in(space), std::nullopt};
-    if (spaces_.left().has(space)) info.left_ms = spaces_.left().left_at(space);
-    out.push_back(info);
-  }
+  for (uint32_t space : spaces_.live()) out.push_back(space_info(space));
   return out;
 }
 
-void Chunks::drop_idle(const std::vector<bool>& used, size_t most) {
-  std::vector<bool> dropped(used.size());
+SpaceInfo Chunks::space_info(uint32_t space) {
+  spaces_.require(space);
+  const Namespace& ns = spaces_[space];
+  SpaceInfo info{space, ns.digest, ns.base, ns.tenant, records_.chunks_in(space), std::nullopt};
+  if (spaces_.left().has(space)) info.left_ms = spaces_.left().left_at(space);
+  return info;
+}
+
+void Chunks::drop_idle(size_t most) {
+  std::vector<bool> dropped(kMaxNamespaces);
   bool is_any = false;
   for (uint32_t space : spaces_.live()) {
     if (most == 0) break;
-    if (records_.chunks_in(space) > 0 || used[space]) continue;
+    if (records_.chunks_in(space) > 0 || spaces_.sessions_in(space) > 0) continue;
     spaces_.drop(space);
     dropped[space] = is_any = true;
     --most;

@@ -88,7 +88,8 @@ class Chunks {
 
   // -- namespaces and clears
   std::vector<SpaceInfo> spaces();
-  void drop_idle(const std::vector<bool>& used, size_t most);  // namespaces without records that are not in `used`
+  SpaceInfo space_info(uint32_t space);
+  void drop_idle(size_t most);  // namespaces with neither records nor sessions
   Cleared clear(int64_t space, uint64_t start, uint32_t budget);  // space -1: all
   // From now on lookups find none of the namespace's present chunks. clear_old() takes them out in slices; find() takes
   // out those that it meets, also RESERVED ones.

@@ -73,6 +73,12 @@ std::vector<Grant*> Grants::held_by(uint32_t session) const {
   return out;
 }
 
+std::vector<uint32_t> Grants::holders() const {
+  std::vector<uint32_t> out;
+  for (auto& [session, cells] : held_) out.push_back(session);
+  return out;
+}
+
 bool Grants::is_held(const Grant& g) const {
   auto it = held_.find(g.session);
   return it != held_.end() && it->second.count(cell_of(g));

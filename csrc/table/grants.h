@@ -41,6 +41,7 @@ class Grants {
   // The last grant that the session was given under the name `request`, or nullptr.
   Grant* of_request(uint32_t session, GrantKind kind, const Id16& request) const;
   std::vector<Grant*> held_by(uint32_t session) const;  // the session's grants that have a holder
+  std::vector<uint32_t> holders() const;               // the cells of the sessions with such grants
   std::vector<uint32_t> remaining(const Grant& g) const;
   void require_ranks(const Grant& g, std::span<const uint32_t> ranks) const;  // Throws TableError not_a_holder
 

@@ -45,11 +45,16 @@ uint32_t Members::session_cell(uint64_t id) const {
   return *cell;
 }
 
-uint32_t Members::member_cell(uint64_t id) const {
+std::optional<uint32_t> Members::find_member(uint64_t id) const {
   auto cell = static_cast<uint32_t>(id & kCellMask);
-  if (cell >= kMaxMembers || members_[cell].state() == MemberState::kFree || member_id(cell) != id)
-    throw TableError("unknown_member", "no such member", int64_t(id));
+  if (cell >= kMaxMembers || members_[cell].state() == MemberState::kFree || member_id(cell) != id) return std::nullopt;
   return cell;
+}
+
+uint32_t Members::member_cell(uint64_t id) const {
+  std::optional<uint32_t> cell = find_member(id);
+  if (!cell) throw TableError("unknown_member", "no such member", int64_t(id));
+  return *cell;
 }
 
 Members::Asker Members::asker(uint64_t session, uint64_t member) const {
@@ -80,9 +85,13 @@ bool Members::lives(uint32_t session) const {
 }
 
 uint64_t Members::session_of(const Id16& nonce) const {
-  for (auto& [cell, open] : open_)
-    if (sessions_[cell].nonce == nonce) return session_id(cell);
-  return 0;
+  auto at = by_nonce_.find(nonce);
+  return at == by_nonce_.end() ? 0 : session_id(at->second);
+}
+
+void Members::open(uint32_t session) {
+  open_[session];
+  by_nonce_[sessions_[session].nonce] = session;
 }
 
 uint64_t Members::open_session(const Id16& nonce, uint32_t space, uint64_t now) {
@@ -104,7 +113,7 @@ uint64_t Members::open_session(const Id16& nonce, uint32_t space, uint64_t now) 
   KVDOCK_PAUSE("attach.session_written");
   publish(s.word, sealed((s.use() + 1) << 1 | 1));
   KVDOCK_PAUSE("attach.session_open");
-  open_[cell];
+  open(cell);
   spaces_.enter_session(space);
   return session_id(cell);
 }
@@ -230,6 +239,7 @@ void Members::close_session(uint32_t cell) {
   }
   publish(sessions_[cell].word, sealed(sessions_[cell].use() << 1));
   open_.erase(cell);
+  by_nonce_.erase(sessions_[cell].nonce);
   spaces_.leave_session(sessions_[cell].space(), Namespaces::Leaves::ended);
   free_sessions_.push_back(cell);
 }
@@ -246,12 +256,6 @@ void Members::file_session(uint32_t cell, uint32_t space) {
 
 // ---- views
 
-size_t Members::member_count() const {
-  size_t count = 0;
-  for (auto& [cell, open] : open_) count += open.members.size();
-  return count;
-}
-
 std::vector<uint32_t> Members::open_sessions(const std::optional<std::vector<uint64_t>>& named) const {
   std::vector<uint32_t> out;
   if (!named)
@@ -262,22 +266,25 @@ std::vector<uint32_t> Members::open_sessions(const std::optional<std::vector<uin
   return out;
 }
 
-std::vector<bool> Members::namespaces() const {
-  std::vector<bool> out(kMaxNamespaces);
-  for (auto& [cell, open] : open_) out[sessions_[cell].space()] = true;
+MemberInfo Members::info_of(uint32_t cell) const {
+  const Member& m = members_[cell];
+  MemberInfo info{member_id(cell), session_id(m.session), m.nonce, ranks_of(m), m.scheduler != 0, m.state(),
+                  m.heartbeat_ms, m.lock_offset, std::nullopt};
+  if (m.pinned_through != kNone) info.pinned_through = m.pinned_through;
+  return info;
+}
+
+std::vector<MemberInfo> Members::views() const {
+  std::vector<MemberInfo> out;
+  for (auto& [session, open] : open_)
+    for (uint32_t cell : open.members) out.push_back(info_of(cell));
   return out;
 }
 
-std::vector<MemberInfo> Members::views(const std::optional<std::vector<uint64_t>>& sessions) const {
+std::vector<MemberInfo> Members::views_of(const std::vector<uint64_t>& ids) const {
   std::vector<MemberInfo> out;
-  for (uint32_t session : open_sessions(sessions))
-    for (uint32_t cell : open_.at(session).members) {
-      const Member& m = members_[cell];
-      MemberInfo info{member_id(cell), session_id(session), m.nonce, ranks_of(m), m.scheduler != 0, m.state(),
-                      m.heartbeat_ms, m.lock_offset, std::nullopt};
-      if (m.pinned_through != kNone) info.pinned_through = m.pinned_through;
-      out.push_back(std::move(info));
-    }
+  for (uint64_t id : ids)
+    if (auto cell = find_member(id)) out.push_back(info_of(*cell));
   return out;
 }
 
@@ -294,7 +301,8 @@ void Members::judge(const std::vector<bool>& namespaces, Adoption* found) {
     bool filed = whole(s.filed, cell + 1) && s.space() < namespaces.size() && namespaces[s.space()];
     if (s.crc != body_crc(s) || !filed)
       refuse_adoption("a session is damaged", cell);
-    open_[cell];
+    if (by_nonce_.count(s.nonce)) refuse_adoption("two sessions have one nonce", cell);
+    open(cell);
     spaces_.count_session(s.space());
     found->clock_ms = std::max(found->clock_ms, s.opened_ms);
     ++found->sessions;
@@ -346,13 +354,17 @@ std::vector<uint32_t> Members::sessions_without_members() const {
 
 void Members::check() const {
   require(open_.size() + free_sessions_.size() == kMaxSessions, "a session cell is lost", 0);
-  require(member_count() + free_members_.size() == kMaxMembers, "a member cell is lost", 0);
+  require(by_nonce_.size() == open_.size(), "a session is not found by its nonce", 0);
+  size_t members = 0;
+  for (auto& [session, open] : open_) members += open.members.size();
+  require(members == member_count(), "a member cell is lost", 0);
   std::map<uint32_t, uint32_t> in;  // by namespace
   for (auto& [session, open] : open_) ++in[sessions_[session].space()];
   for (auto& [space, count] : in)
     require(spaces_.sessions_in(space) == count, "a namespace's sessions are counted wrongly", space);
   for (auto& [session, open] : open_) {
     require(sessions_[session].live(), "an open session is not live", session);
+    require(by_nonce_.at(sessions_[session].nonce) == session, "a session is not found by its nonce", session);
     require(open.pinned_through == least_pinned(open), "a session's pinned segments are counted wrongly", session);
     for (uint32_t cell : open.members) {
       const Member& m = members_[cell];

@@ -38,6 +38,7 @@ class Members {
   // Cells of ids. Throws TableError unknown_session, unknown_member.
   uint32_t session_cell(uint64_t id) const;
   std::optional<uint32_t> find_session(uint64_t id) const;
+  std::optional<uint32_t> find_member(uint64_t id) const;
   uint32_t member_cell(uint64_t id) const;
   // Only a live member of the session gets new grants. Throws TableError member_suspect, member_dead as well.
   Asker asker(uint64_t session, uint64_t member) const;
@@ -71,15 +72,15 @@ class Members {
   uint64_t session_of(const Id16& nonce) const;         // the session's id; 0: none is open
 
   size_t session_count() const { return open_.size(); }
-  size_t member_count() const;
+  size_t member_count() const { return kMaxMembers - free_members_.size(); }
   bool is_open(uint32_t session) const { return open_.count(session) != 0; }
   bool of_one_tenant(uint32_t session, uint32_t other) const {
     return spaces_.tenant_of(sessions_[session].space()) == spaces_.tenant_of(sessions_[other].space());
   }
   // The cells of the open sessions among `named`; nullopt: of all open sessions.
   std::vector<uint32_t> open_sessions(const std::optional<std::vector<uint64_t>>& named = std::nullopt) const;
-  std::vector<bool> namespaces() const;  // by number: whether an open session is in it
-  std::vector<MemberInfo> views(const std::optional<std::vector<uint64_t>>& sessions) const;  // nullopt: of all
+  std::vector<MemberInfo> views() const;
+  std::vector<MemberInfo> views_of(const std::vector<uint64_t>& members) const;  // of those that there still are
 
   // Adoption: judge() checks sessions and members and takes them over, or refuses them; it writes nothing. restart():
   // no heartbeat has come yet, so living members are suspect until one does, and dead ones settle once more.
@@ -103,7 +104,11 @@ class Members {
   Session* sessions_;
   Member* members_;
   Namespaces& spaces_;  // counts their sessions
+  void open(uint32_t session);
+  MemberInfo info_of(uint32_t cell) const;
+
   std::map<uint32_t, Open> open_;  // by session cell
+  std::map<Id16, uint32_t> by_nonce_;  // the cells of the same sessions
   std::vector<uint32_t> free_sessions_, free_members_;
 };
 

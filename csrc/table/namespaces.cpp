@@ -8,9 +8,16 @@
 namespace kvdock {
 
 std::optional<uint32_t> Namespaces::find(const Key& digest) const {
+  auto at = by_digest_.find(digest);
+  return at == by_digest_.end() ? std::nullopt : std::optional(at->second);
+}
+
+size_t Namespaces::in_use(const Id16& tenant, uint32_t leaving) const {
+  auto number = tenants_.find(tenant);
+  size_t count = 0;
   for (uint32_t i : live())
-    if (entries_[i].digest == digest) return i;
-  return std::nullopt;
+    count += number == tenant_of_[i] && !left_.has(i) && !(i == leaving && sessions_[i] == 1);
+  return count;
 }
 
 uint32_t Namespaces::add(const NewNamespace& wanted) {
@@ -66,6 +73,7 @@ uint32_t Namespaces::add(const NewNamespace& wanted) {
 void Namespaces::drop(uint32_t space) {
   left_.come_back(space);
   publish(entries_[space].word, 0);
+  by_digest_.erase(entries_[space].digest);
   shape_of_[space] = kNone;
   tenants_.leave(tenant_of_[space]);
 }
@@ -84,6 +92,7 @@ void Namespaces::enter(uint32_t space) {
     tenant_of_.resize(space + 1, kNone);
     sessions_.resize(space + 1);
   }
+  by_digest_[entries_[space].digest] = space;
   shape_of_[space] = shape_number(entries_[space]);
   tenant_of_[space] = tenants_.enter(entries_[space].tenant);
 }
@@ -123,7 +132,11 @@ void Namespaces::restart(uint64_t clock_ms) {
 
 void Namespaces::check(const std::vector<bool>& has_leaves) const {
   std::vector<bool> left(kMaxNamespaces);
-  for (uint32_t space : live()) left[space] = is_left(space);
+  kvdock::require(by_digest_.size() == live().size(), "a namespace is not found by its digest", 0);
+  for (uint32_t space : live()) {
+    kvdock::require(find(entries_[space].digest) == space, "a namespace is not found by its digest", space);
+    left[space] = is_left(space);
+  }
   left_.check(left, has_leaves);
 }
 
@@ -171,6 +184,7 @@ void Namespaces::judge() {
     for (uint32_t g = 0; g < ns.group_count; ++g)
       if (ns.groups[g].packed_bytes >= ns.groups[g].part_bytes || ns.groups[g].kind > GroupKind::kWindow)
         refuse_adoption("a namespace has an impossible group", i);
+    if (find(ns.digest)) refuse_adoption("two namespaces have one digest", i);
     enter(i);
   }
 }

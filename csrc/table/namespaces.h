@@ -29,7 +29,9 @@ class Namespaces {
   // Idempotent by digest.
   uint32_t add(const NewNamespace& wanted);
   std::optional<uint32_t> find(const Key& digest) const;
-  bool has_room() const { return live().size() < kMaxNamespaces; }
+  bool has_room() const { return by_digest_.size() < kMaxNamespaces; }
+  // How many of the tenant's sessions have not left. `leaving`: a namespace that one of its sessions is about to leave.
+  size_t in_use(const Id16& tenant, uint32_t leaving) const;
   void drop(uint32_t space);
   std::vector<uint32_t> live() const;
   bool has(uint32_t space) const { return space < shape_of_.size() && shape_of_[space] != kNone; }
@@ -84,6 +86,7 @@ class Namespaces {
   }
 
   Namespace* entries_;
+  std::map<Key, uint32_t> by_digest_;  // the live ones
   uint64_t grace_ms_, now_ms_ = 0;
   LeftSpaces left_;
   std::vector<uint32_t> shape_of_;  // by entry; kNone: not live

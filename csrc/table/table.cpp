@@ -50,7 +50,7 @@ uint32_t Table::add_namespace(const NewNamespace& wanted) {
 }
 
 std::vector<uint32_t> Table::drop_idle_namespaces(size_t most) {
-  chunks_.drop_idle(members_.namespaces(), most);
+  chunks_.drop_idle(most);
   return chunks_.namespaces().live();
 }
 
@@ -70,23 +70,32 @@ void Table::move_session(uint64_t session, uint32_t space, uint64_t now) {
   members_.file_session(cell, space);
 }
 
+constexpr uint64_t kAsk = 8;  // what a question counts without its ranks
+
 // The grants about which the member is asked. For a lease, the member that asked for it is asked first, and the ranks
 // once it has finished or is dead; for a reservation, the ranks are asked once it is closed.
-std::vector<Question> Table::heartbeat(uint64_t member, uint64_t now) {
+std::vector<Question> Table::heartbeat(uint64_t member, uint64_t now, uint64_t most) {
   uint32_t cell = members_.member_cell(member);
   members_.heartbeat(cell, now);
   std::vector<Question> out;
+  Work asked(most);
   for (const Grant* g : grants_.held_by(members_.member(cell).session)) {
+    if (asked.is_over()) break;
     bool asker_out = g->asker_done || members_.member(g->asker).state() >= MemberState::kDead;
     if (g->kind == GrantKind::kLease && !asker_out) {
-      if (g->asker == cell && now >= g->asked_ms + options_.ask_ms) out.emplace_back(g->id, std::vector<uint32_t>());
+      if (g->asker == cell && now >= g->asked_ms + options_.ask_ms) {
+        asked.spend(kAsk);
+        out.emplace_back(g->id, std::vector<uint32_t>());
+      }
       continue;
     }
     if (g->kind == GrantKind::kReservation && g->state() == GrantState::kOpen) continue;
     std::vector<uint32_t> ranks;
     for (uint32_t r : grants_.remaining(*g))
       if (members_.speaker(g->session, r, g->asker) == cell) ranks.push_back(r);
-    if (!ranks.empty()) out.emplace_back(g->id, std::move(ranks));
+    if (ranks.empty()) continue;
+    asked.spend(kAsk + ranks.size());
+    out.emplace_back(g->id, std::move(ranks));
   }
   return out;
 }
@@ -347,15 +356,25 @@ uint32_t Table::keep_chunks(uint32_t space, const std::vector<Key>& keys, uint64
 
 // ---- views
 
+SessionInfo Table::session_info(uint32_t cell) {
+  const Session& s = members_.session(cell);
+  auto [leases, reservations] = grants_.count(cell);
+  return {members_.session_id(cell), s.nonce, s.space(), leases, reservations, chunks_.pins().held_bytes(cell),
+          s.opened_ms};
+}
+
 std::vector<SessionInfo> Table::sessions(const std::optional<std::vector<uint64_t>>& named) {
   std::vector<SessionInfo> out;
-  for (uint32_t cell : members_.open_sessions(named)) {
-    const Session& s = members_.session(cell);
-    auto [leases, reservations] = grants_.count(cell);
-    out.push_back({members_.session_id(cell), s.nonce, s.space(), leases, reservations, chunks_.pins().held_bytes(cell),
-                   s.opened_ms});
-  }
+  for (uint32_t cell : members_.open_sessions(named)) out.push_back(session_info(cell));
   return out;
+}
+
+std::optional<SessionInfo> Table::most_holding(bool by_grants) {
+  std::optional<SessionInfo> most;
+  auto held = [by_grants](const SessionInfo& s) { return by_grants ? s.leases + s.reservations : s.held_bytes; };
+  for (uint32_t cell : grants_.holders())
+    if (SessionInfo one = session_info(cell); !most || held(one) > held(*most)) most = one;
+  return most;
 }
 
 const char* Table::state_of(uint32_t space, const Key& key) {

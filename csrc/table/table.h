@@ -57,6 +57,7 @@ class Table {
     else if constexpr (std::is_same_v<Part, Records>) return chunks_.records();
     else if constexpr (std::is_same_v<Part, Eviction>) return chunks_.eviction();
     else if constexpr (std::is_same_v<Part, SlotAllocator>) return chunks_.slots();
+    else if constexpr (std::is_same_v<Part, Namespaces>) return chunks_.namespaces();
     else if constexpr (std::is_same_v<Part, Tenants>) return chunks_.namespaces().tenants();
     else return *this;
   }
@@ -74,7 +75,8 @@ class Table {
   // From now on the session's lookups and stores are in `space`, which differs from its present namespace only in
   // weights. Earlier grants keep their chunks. Throws TableError bad_argument.
   void move_session(uint64_t session, uint32_t space, uint64_t now);
-  std::vector<Question> heartbeat(uint64_t member, uint64_t now);
+  // The questions stop at `most`, of which each counts eight, and one more for each of its ranks.
+  std::vector<Question> heartbeat(uint64_t member, uint64_t now, uint64_t most);
   // Each of these does about `most` units of work (base/work.h) and returns whether that was too little: then it is to
   // be called again.
   bool member_dead(uint64_t member, uint64_t now, uint64_t most);
@@ -149,6 +151,7 @@ class Table {
 
   // -- views
   std::vector<SessionInfo> sessions(const std::optional<std::vector<uint64_t>>& named);  // nullopt: all
+  std::optional<SessionInfo> most_holding(bool by_grants);  // the session that holds most: grants, or bytes
   std::map<std::string, uint64_t> stats();
   const Reuse& reuse() const { return chunks_.eviction().reuse(); }
   const char* state_of(uint32_t space, const Key& key);
@@ -199,6 +202,7 @@ class Table {
     StoredPart* at;
     uint64_t checksum;
   };
+  SessionInfo session_info(uint32_t cell);
   static void require_one_checksum_each(std::vector<NewPart> parts);
   // The rank's part of a group in a record; nullptr: the record has none.
   static StoredPart* part_of(Record& r, uint32_t group, uint32_t rank);

@@ -66,22 +66,21 @@ _NO_SHARED_MEMORY = (
 SWITCH_S = 0.0005
 """A thread of this process that computes (the API's document, a long access file) gives the event loop its turn after
 this long, and not after Python's 5 ms."""
-GC_THRESHOLDS = (700, 10, 1000)
-"""A full collection walks what connections are made of, which takes ms where thousands of engines are connected, so it
-comes a hundred times less often than Python's does. It walks no records of sessions, requests and chunks: they are
-structs with gc=False, and no cycle contains one."""
+GC_THRESHOLDS = (20_000, 1000, 1_000_000)
+"""Python's own collections come in the turn of whoever makes one more object, which may be a call's: they are left for
+what many calls make within YOUNG_S. All others have turns of their own (`collect_garbage`). None walks records of
+sessions, requests and chunks: they are structs with gc=False, and no cycle contains one."""
 GRACE_S = 1
 """How long calls in flight may take to end at shutdown, in every case."""
 LIVE = frozenset(Limits.__struct_fields__)
 AT_ONCE = LIVE | {"log_format"}
 YOUNG_S = 0.02
-"""How often objects that are new are looked at for garbage. Python does it once 700 more were made than freed: where
-as many old ones are freed as new ones stay, tens of thousands come together first, which takes up to 13 ms."""
-MIDDLE_EVERY = 10
-"""After how many of these looks those that have survived one are looked at, too."""
-FULL_EVERY, SELDOM = 500, 20
-"""After how many of these looks all are looked at; `SELDOM` times as many, if that has taken `SHORT_S` or longer."""
-SHORT_S = 0.001
+"""How often objects that are new are looked at for garbage. Python does it once so many more were made than freed:
+where as many old ones are freed as new ones stay, tens of thousands come together first, which takes up to 13 ms."""
+FULL_EVERY, SELDOM = 50, 20
+"""After how many of these looks all objects are looked at that are not set aside; `SELDOM` times as many, if that has
+taken `SHORT_S` or longer and has found garbage."""
+SHORT_S = 0.0005
 
 
 class Rereading:
@@ -264,7 +263,12 @@ async def _settle() -> None:
 
 async def collect_garbage() -> None:
     """Until cancelled. Each collection has a turn of its own, in place of some call's. There is none while collections
-    are disabled: a thread is making much that stays (`not_collected`)."""
+    are disabled: a thread is making much that stays (`not_collected`).
+
+    A full one that was long and found nothing sets all objects aside, so the next one walks what came since then. They
+    end with their last reference, as all do, but a circle of references that has one of them stays for good: so that is
+    not done while circles are made.
+    """
     full_at = FULL_EVERY
     for number in itertools.count(1):
         await asyncio.sleep(YOUNG_S)
@@ -272,12 +276,14 @@ async def collect_garbage() -> None:
         if not gc.isenabled():
             continue
         if number < full_at:
-            gc.collect(int(number % MIDDLE_EVERY == 0))
+            gc.collect(1)
             continue
         began_s = time.thread_time()
-        gc.collect()
-        is_short = time.thread_time() - began_s < SHORT_S
-        full_at = number + (FULL_EVERY if is_short else SELDOM * FULL_EVERY)
+        found = gc.collect()
+        is_long = time.thread_time() - began_s >= SHORT_S
+        if is_long and not found:
+            gc.freeze()
+        full_at = number + (SELDOM * FULL_EVERY if is_long and found else FULL_EVERY)
 
 
 async def _serve_tiers(keeper: Keeper, mover: MoverProcess) -> None:

@@ -40,7 +40,6 @@ from kvdock.protocol.peer_schemas import PeerNotes, PeerNotesAnswer, PeerRead, P
 from kvdock.protocol.schemas import BeingStored, Hint, HintAnswer
 from kvdock.protocol.wire_types import (
     KEY_BYTES,
-    MAX_ANSWERS,
     MAX_ENTRIES,
     MAX_LABEL,
     MAX_STORE_KEYS,
@@ -52,7 +51,9 @@ from kvdock.protocol.wire_types import (
 
 SLICE_ANSWERS = 64
 """How many answers of a heartbeat are handled at once."""
-SLICE_RELEASES = 32
+SLICE_ASKED = 4096
+"""What a heartbeat asks: a question counts eight, and one more for each of its ranks, so there are 512 at most."""
+SLICE_RELEASES = 16
 SLICE_NAMES = 128
 SLICE_EVICTED = 128
 """How many chunks a store evicts in its first slice."""
@@ -161,7 +162,7 @@ class CacheService:
         if member.suspect:
             member.suspect = False
             self._tally.recovered(session, member)
-        questions = self._table.heartbeat(member.table_id, now_ms)[:MAX_ANSWERS]  # the others next time
+        questions = self._table.heartbeat(member.table_id, now_ms, SLICE_ASKED)  # the others next time
         return s.HeartbeatAnswer(
             refused_releases=refused,
             heartbeat_s=self._heartbeat_s,

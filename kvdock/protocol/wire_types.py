@@ -80,7 +80,7 @@ MOST_PRIORITY: Final = _core.MOST_PRIORITY
 MAX_HINT_S: Final = 86_400.0
 """How long a hint may last, at most."""
 MAX_ANSWERS: Final = 1024
-"""The most entries that a heartbeat has in `done`, and in `keep`, and the most questions that its answer asks."""
+"""The most entries that a heartbeat has in `done`, and in `keep`. Its answer asks fewer questions than that."""
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):

@@ -199,6 +199,8 @@ def test_a_curve_that_was_kept_ages_while_no_server_runs(tmp_path: Path) -> None
         assert not kept.read(), "not yet due"
         now_s[0] += 60
         asyncio.run(first.keep_when_due(nothing_waits))
+        head, simulated = first._content()
+        assert head + simulated == kept.read() and simulated == first._simulated.keep(), "a megabyte is not copied"
         peer = of_user(os.geteuid())
         now_s[0], wall_s[0] = 3.0, 5000.0 + 6 * 3600
         assert asyncio.run(server().total(peer)).lookups == 32

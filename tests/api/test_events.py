@@ -211,8 +211,12 @@ def test_a_reader_that_comes_back_misses_nothing(server: ServerProcess, client: 
     assert (gap["kind"], gap["why"]) == ("gap", "another_server") and rest == told(server)
 
 
+async def nothing() -> None:
+    """No event waits."""
+
+
 def test_a_reader_of_some_kinds_misses_nothing_that_it_did_not_ask_for() -> None:
-    stream = EventStream(3, lambda: None, keep=4)
+    stream = EventStream(3, nothing, keep=4)
 
     def told_of(last_id: str) -> bytes:
         return asyncio.run(whole(stream.read(last_id, [Draining], lambda tenant: True, lambda: True, follows=False)))
@@ -342,7 +346,7 @@ def test_a_subscriber_that_fails_takes_nothing_from_the_others(caplog: pytest.Lo
 
 def test_a_slow_reader_is_told_what_it_missed() -> None:
     async def scenario() -> list[bytes]:
-        stream = EventStream(3, lambda: None, keep=4)
+        stream = EventStream(3, nothing, keep=4)
 
         def take(*numbers: int) -> None:
             for number in numbers:
@@ -435,7 +439,7 @@ def test_loads_and_stores_are_timed_and_prompts_sum_up(server: ServerProcess, cl
 
 
 def test_rare_events_outlast_what_requests_cause_and_come_once_and_in_order() -> None:
-    stream = EventStream(7, lambda: None, keep=8)
+    stream = EventStream(7, nothing, keep=8)
     grown = [Grown(seq=seq, segment=seq, bytes=1, allocated_bytes=1) for seq in (1, 3, 29)]
     for seq in range(1, 31):
         rare = [event for event in grown if event.seq == seq]

@@ -80,7 +80,7 @@ def begin(name: str, target: Target, link: Connection) -> None:
 def test_engines_go_on_beside(name: str, rig: Rig) -> None:
     target = Target(
         rig.server.unix, rig.server.http, rig.engine.session, rig.engine.member, rig.engine.namespace,
-        dict.fromkeys(INCLUDED, OPERATOR),
+        dict.fromkeys(INCLUDED, OPERATOR), rig.engine.client.segments().lock_file,
     )
     tries = list[Latencies]()
     while len(tries) < TRIES and (not tries or tries[-1].max_ms >= LONGEST_MS):

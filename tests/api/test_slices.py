@@ -12,6 +12,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -27,16 +28,18 @@ from kvdock.api.keeper import Keeper
 from kvdock.api.pool.registry import KEYS_OF_PART, SLICE_SESSIONS, NamespaceRecord
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.hits import MOST_ANSWERS, MOST_RUNS, Whose
+from kvdock.api.record.journal import SLICE_EVENTS
 from kvdock.api.record.requests import Detail, RecentRequests
 from kvdock.api.server import YOUNG_S, collect_garbage
 from kvdock.api.service import SLICE_EVICTED, SLICE_RELEASES
 from kvdock.api.turns import SLICE_WORK
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import Quota
+from kvdock.protocol.events import Freed
 from kvdock.protocol.forms import JSON, Codec, Form, RawBody
 from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.reports import RequestView
-from kvdock.protocol.wire_types import MAX_KEYS, MAX_STORE_KEYS
+from kvdock.protocol.wire_types import MAX_ANSWERS, MAX_KEYS, MAX_STORE_KEYS
 
 pytestmark = pytest.mark.security
 
@@ -265,10 +268,6 @@ def test_new_objects_are_looked_at_for_garbage_soon_however_many_others_are_free
 
 
 def test_garbage_that_has_grown_old_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Circle:
-        def __init__(self) -> None:
-            self.itself = self
-
     async def story() -> None:
         collecting = asyncio.create_task(collect_garbage())
         until_s = time.monotonic() + PATIENCE_S
@@ -288,6 +287,92 @@ def test_garbage_that_has_grown_old_is_collected(monkeypatch: pytest.MonkeyPatch
     finally:
         gc.set_threshold(*thresholds)
     assert seen() is None
+
+
+@pytest.fixture
+def settled() -> Iterator[None]:
+    """The server's settings of the collector; all objects of the tests are set aside meanwhile."""
+    thresholds = gc.get_threshold()
+    asyncio.run(server._settle())
+    yield
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
+
+
+def test_no_collection_comes_in_the_turn_of_a_call(settled: None) -> None:
+    """A heartbeat of 1,024 entries, each with a list, came with ten collections of young objects and one of older
+    ones."""
+    seen = list[str]()
+    body = JSON.encode({"member": "m", "done": [{"grant": "0" * 16, "ranks": [0]}] * MAX_ANSWERS})
+
+    async def story() -> int:
+        collecting = asyncio.create_task(collect_garbage())
+        await asyncio.sleep(2 * YOUNG_S)
+        seen.clear()
+        decoded = [Codec(s.Heartbeat).decode(body, JSON) for _ in range(5)]
+        in_turn = len(seen)
+        await asyncio.sleep(4 * YOUNG_S)
+        collecting.cancel()
+        assert len(decoded) == 5 and len(seen) > in_turn, "they come in turns of their own"
+        return in_turn
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        seen.append(phase)
+
+    gc.callbacks.append(note)
+    try:
+        assert asyncio.run(story()) == 0
+    finally:
+        gc.callbacks.remove(note)
+
+
+class Circle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.mark.parametrize("makes_circles", [False, True])
+def test_a_long_collection_is_the_last_that_walks_what_it_left(
+    makes_circles: bool, settled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, collections = [[0]], list[str]()
+
+    def note(phase: str, _: dict[str, int]) -> None:
+        collections.append(phase)
+
+    async def story() -> None:
+        collecting = asyncio.create_task(collect_garbage())
+        while len(collections) < 8:
+            if makes_circles:
+                Circle()
+            await asyncio.sleep(0)
+        collecting.cancel()
+
+    monkeypatch.setattr(server, "FULL_EVERY", 1)
+    monkeypatch.setattr(server, "YOUNG_S", 0.001)
+    monkeypatch.setattr(server, "SHORT_S", 0.0)
+    gc.callbacks.append(note)
+    try:
+        asyncio.run(story())
+    finally:
+        gc.callbacks.remove(note)
+    walked = any(one is kept[0] for one in gc.get_objects())
+    assert walked == makes_circles, "while circles are made nothing is set aside, because one of them would stay"
+
+
+def test_a_stream_leaves_nothing_for_collections(rig: Rig) -> None:
+    async def read() -> None:
+        with suppress(IndexError):  # the reader has gone before the answer begins
+            await ask(rig.app, "GET", "/v1/events?follow=true")
+
+    asyncio.run(read())
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(read())
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def test_no_collection_walks_what_the_documents_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,6 +396,20 @@ def test_no_collection_walks_what_the_documents_are_made_of(monkeypatch: pytest.
         gc.callbacks.remove(note)
     assert enabled and all(enabled), "a collection ran while they were made"
     assert not any(one is app.openapi_schema for one in gc.get_objects()), "it is never walked again"
+
+
+@pytest.mark.parametrize("path", ["/v1/events", "/metrics"])
+def test_events_that_wait_are_handed_out_in_slices_before_they_are_read(path: str, rig: Rig) -> None:
+    journal = rig.parts.feeds._journal  # nothing else hands out events here
+    for number in range(10 * SLICE_EVENTS):
+        journal.publish(Freed(bytes=number))
+
+    async def read() -> None:
+        status, content = await ask(rig.app, "GET", path)
+        assert status == 200 and content
+
+    handed_out, most = most_in_a_turn(read, lambda: len(journal._queue))
+    assert handed_out >= 10 * SLICE_EVENTS and most <= SLICE_EVENTS
 
 
 def test_all_tenants_are_looked_at_in_slices(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

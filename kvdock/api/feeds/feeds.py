@@ -95,7 +95,7 @@ class Feeds:
     ) -> None:
         """Subscribes the feeds to the journal. `wall_s`: Unix seconds."""
         wanted = settings.observers
-        events = EventStream(table.incarnation, journal.flush)
+        events = EventStream(table.incarnation, journal.catch_up)
         self.grant_times = GrantTimes()
         self.events = events if events.name in wanted else None
         self.kv = KvLog(table.all_changes, table.ready, wall_s) if KvStream.name in wanted else None
@@ -117,9 +117,9 @@ class Feeds:
 
     # ---------------------------------------------------------------- figures for `/metrics`
 
-    def catch_up(self) -> None:
-        """Hands out the events that wait, so that all figures include them."""
-        self._journal.flush()
+    async def catch_up(self) -> None:
+        """Hands out the events that wait, in slices, so that all figures include them."""
+        await self._journal.catch_up()
 
     @property
     def published(self) -> Mapping[type[Event], int]:

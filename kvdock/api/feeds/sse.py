@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from itertools import islice
 
 from kvdock.api.turns import next_slice
@@ -137,10 +137,10 @@ class EventStream(Stream):
     name = "stream"
     kinds: Collection[type[Event]] = EVENTS
 
-    def __init__(self, incarnation: int, flush: Callable[[], None], *, keep: int = KEPT_EVENTS) -> None:
-        """`flush`: hands out the events that wait in the journal."""
+    def __init__(self, incarnation: int, catch_up: Callable[[], Awaitable[None]], *, keep: int = KEPT_EVENTS) -> None:
+        """`catch_up`: hands out the events that wait in the journal. It comes before `read`."""
         super().__init__()
-        self._flush = flush
+        self.catch_up = catch_up
         self._incarnation = incarnation
         self._kept: deque[Event] = deque(maxlen=keep)
         self._rare: deque[Event] = deque(maxlen=KEPT_RARE)
@@ -159,8 +159,7 @@ class EventStream(Stream):
     ) -> AsyncIterator[bytes]:
         """The kept events after `last_id`, as pieces of a body; if it `follows`, then new ones, until the server
         drains. Without `last_id`: all kept events, or, if it follows, only new ones. `sees`: whether the caller may
-        know of a tenant."""
-        self._flush()  # events count from this call on: the reader gets the head of its answer later
+        know of a tenant. Events count from this call on: the reader gets the head of its answer later."""
         seen, is_known = self._number(last_id) if last_id or follows else (0, True)
         pieces = self._pieces(last_id, seen, kinds, sees, is_known=is_known, follows=follows)
         return self._sent(pieces, is_admitted)

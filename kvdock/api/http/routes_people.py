@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Path as PathParameter, Query, Request, Response
-from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse
 from fastapi.staticfiles import StaticFiles
 
 from kvdock.api.access.peer import Peer, log_done, log_refusal
@@ -23,7 +23,16 @@ from kvdock.api.http.engine_calls import ENGINE_CALLS
 from kvdock.api.http.handlers import handlers_of, is_admitted_of, peer_of_call
 from kvdock.api.http.openapi import EVENT_STREAM, IDEMPOTENT, OPEN_METRICS_TEXT, PAGED, openapi_schema, route
 from kvdock.api.http.pages import STYLE, docs_page, manual_page, page_names
-from kvdock.api.http.wire import DEFAULT_LIMIT, NO_STORE, PROBLEM_HEADERS, Cursor, Limit, answer, read_body
+from kvdock.api.http.wire import (
+    DEFAULT_LIMIT,
+    NO_STORE,
+    PROBLEM_HEADERS,
+    Cursor,
+    EventResponse,
+    Limit,
+    answer,
+    read_body,
+)
 from kvdock.api.reports.lists import Lists
 from kvdock.api.reports.metrics import CLASSIC, OPEN_METRICS
 from kvdock.api.reports.status import Probes
@@ -105,12 +114,12 @@ _list(c.SESSIONS, "sessions", "list_sessions", "Attached sessions and their memb
 
 @_route(
     c.SESSION, "sessions", "One session: members, grants, bytes held",
-    "All members, the bytes that the session holds, and a page of its open leases and reservations, chosen by "
-    "`limit` and `cursor`.",
+    "Up to 128 members that have not left, the bytes that the session holds, and a page of its open leases and "
+    "reservations, chosen by `limit` and `cursor`.",
     errors=("unknown_session", "bad_argument"),
 )
 async def show_session(request: Request, session: str, limit: Limit = DEFAULT_LIMIT, cursor: Cursor = 0) -> Response:
-    return answer(handlers_of(request).lists.session(peer_of_call(request), session, limit, cursor))
+    return answer(await handlers_of(request).lists.session(peer_of_call(request), session, limit, cursor))
 
 
 _list(c.LEASES, "reading", "list_leases", "Open leases and reservations, oldest first", Lists.leases)
@@ -240,7 +249,7 @@ Follow = Annotated[bool, Query(description="Go on with what comes, until the ser
 def _streamed(stream: Stream, pieces: AsyncIterator[bytes]) -> Response:
     if stream.readers >= MOST_READERS:
         raise ApiError("too_busy", "too many others read the events", found=stream.readers, wanted=f"< {MOST_READERS}")
-    return StreamingResponse(pieces, media_type=EVENT_STREAM, headers=NO_STORE)
+    return EventResponse(pieces, media_type=EVENT_STREAM, headers=NO_STORE)
 
 
 @_route(
@@ -257,6 +266,7 @@ async def events(request: Request, kinds: Kinds = "", follow: Follow = False) ->
     names = [name.strip() for name in kinds.split(",") if name.strip()] or list(KINDS)
     if unknown := [name for name in names if name not in KINDS]:
         raise ApiError("bad_argument", "no such kinds of events", found=unknown, wanted=list(KINDS))
+    await stream.catch_up()
     pieces = stream.read(
         request.headers.get("last-event-id", ""), {KINDS[name] for name in names}, peer_of_call(request).sees,
         is_admitted_of(request), follows=follow,

@@ -139,42 +139,44 @@ class Quotas:
         used, limit = self._used(tenant).sessions, self.of(tenant).sessions
         if limit is None or used < limit:
             return
-        if not any(view.nonce == nonce for view in self._table.sessions()):
+        if not self._table.session_of(nonce):
             raise _exceeded("sessions", used, limit)
 
-    def check_namespace(self, tenant: str, digest: bytes, moves: SessionRecord | None = None) -> None:
+    def check_namespace(
+        self, tenant: str, digest: bytes, moves: SessionRecord | None = None, *, drop_idle: Callable[[], None]
+    ) -> None:
         """Before a namespace is used, new or not. Namespaces that sessions have left do not count: they are removed
-        when others are needed. `moves`: the session that changes from another namespace to this one. Raises
-        ApiError(quota_exceeded)."""
+        when others are needed. `moves`: the session that changes from another namespace to this one. `drop_idle`:
+        drops namespaces that have neither sessions nor chunks. Raises ApiError(quota_exceeded)."""
         limit = self.of(tenant).namespaces
         if limit is None or self._table.has_namespace(digest):
             return
-        number = tenant_id(tenant)
-        in_use = {
-            view.namespace for view in self._table.namespaces() if view.tenant == number and view.left_ms is None
-        }
-        if moves is not None:
-            filed = [view.namespace for view in self._table.sessions()]
-            if filed.count(moves.namespace.table_id) == 1:
-                in_use.discard(moves.namespace.table_id)
-        if len(in_use) >= limit:
-            raise _exceeded("namespaces", len(in_use), limit)
+        leaving = {} if moves is None else {"leaving": moves.namespace.table_id}
+        in_use = self._table.namespaces_in_use(tenant_id(tenant), **leaving)
+        if in_use >= limit:
+            drop_idle()
+            in_use = self._table.namespaces_in_use(tenant_id(tenant), **leaving)
+        if in_use >= limit:
+            raise _exceeded("namespaces", in_use, limit)
 
     def empty_left(self, max_chunks: int) -> int:
         """Evicts chunks of namespaces that were left by tenants with more namespaces than they may have. Returns how
         many."""
-        for tenant, quota in (*self._put.items(), *((name, self._default) for name in self._defaulted())):
-            is_over = quota.namespaces is not None and self._used(tenant).namespaces > quota.namespaces
-            if is_over and (gone := self._table.empty_left(0, max_chunks, tenant_id(tenant))):
+        limits = [quota.namespaces for quota in (self._default, *self._put.values()) if quota.namespaces is not None]
+        least = min(limits, default=MAX_NAMESPACES)
+        for view in self._table.tenants():
+            if view.namespaces <= least or (tenant := self._name(view.tenant)) is None:
+                continue
+            limit = self.of(tenant).namespaces
+            is_over = limit is not None and view.namespaces > limit
+            if is_over and (gone := self._table.empty_left(0, max_chunks, view.tenant)):
                 return gone
         return 0
 
-    def _defaulted(self) -> list[str]:
-        """Known tenants that have the default quota."""
-        if self._default.namespaces is None:
-            return []
-        names = (self._names.get(view.tenant) for view in self._table.tenants())
-        return [name for name in names if name is not None and name != OWN_TENANT and name not in self._put]
+    def _name(self, number: bytes) -> str | None:
+        """Of a tenant that has attached to this server or has a quota of its own."""
+        known = self._names.get(number)
+        return known if known is not None else next((one for one in self._put if tenant_id(one) == number), None)
 
     def grants_refusal(self, session: SessionRecord) -> ApiError | None:
         """The reason why the session's tenant may open no further grant; None: it may."""

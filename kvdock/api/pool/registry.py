@@ -312,6 +312,8 @@ class Registry:
         self._by_table_id: dict[int, SessionRecord] = {}
         self._by_lock: dict[int, MemberRecord] = {}
         self._namespaces: dict[bytes, NamespaceRecord] = {}
+        self._by_number: dict[int, NamespaceRecord] = {}
+        """The same, by the table's numbers."""
         self._in_order: tuple[NamespaceRecord, ...] | None = None
         """The same, as lists show them; None: they have changed since."""
         self._opened = 0
@@ -355,7 +357,7 @@ class Registry:
 
     def of_number(self, table_id: int) -> NamespaceRecord | None:
         """The namespace with that number in the table; None: there is none any more."""
-        return next((one for one in self._namespaces.values() if one.table_id == table_id), None)
+        return self._by_number.get(table_id)
 
     def namespace(self, digest: bytes, sees: Callable[[str], bool]) -> NamespaceRecord:
         """`sees`: whether the caller may know of a tenant. Namespaces of other tenants do not exist for it."""
@@ -375,17 +377,21 @@ class Registry:
         engines. `base`: empty: the digest itself."""
         found = self._namespaces.get(digest)
         if found is None or found.table_id != table_id:
-            self._keep_namespaces(lambda record: record.table_id != table_id)
+            for former in (found, self._by_number.get(table_id)):
+                if former is not None:
+                    self._forget_namespace(former)
             use = NamespaceUse(is_bench=not holds_chunks)
             found = NamespaceRecord(table_id, digest, manifest, tenant, base or digest, use)
-            self._namespaces[digest], self._in_order = found, None
+            self._namespaces[digest] = self._by_number[table_id] = found
+            self._in_order = None
         if weights is not None:
             found.use.weights = weights
         return found
 
-    def _keep_namespaces(self, wanted: Callable[[NamespaceRecord], bool]) -> None:
+    def _forget_namespace(self, record: NamespaceRecord) -> None:
         self._in_order = None
-        self._namespaces = {digest: record for digest, record in self._namespaces.items() if wanted(record)}
+        self._namespaces.pop(record.digest, None)
+        self._by_number.pop(record.table_id, None)
 
     def add_session(
         self, table_id: int, body: AttachSession, namespace: NamespaceRecord
@@ -440,8 +446,11 @@ class Registry:
 
     def left_by_benches(self) -> list[NamespaceRecord]:
         """Namespaces that benchmarks alone have used, and that no session uses any more."""
+        of_benches = [one for one in self._namespaces.values() if one.use.is_bench]
+        if not of_benches:
+            return []
         used = {session.namespace.table_id for session in self._by_id.values()}
-        return [one for one in self._namespaces.values() if one.use.is_bench and one.table_id not in used]
+        return [one for one in of_benches if one.table_id not in used]
 
     async def prune(self, table: Table) -> None:
         """Drops sessions that the table has closed, in slices; then namespaces without sessions and chunks."""
@@ -456,8 +465,8 @@ class Registry:
     def drop_idle_namespaces(self, table: Table) -> int:
         """Drops some of them, in the table as well. Returns how many namespaces the table has then."""
         live = set(table.drop_idle_namespaces(SLICE_NAMESPACES))
-        if not live.issuperset(record.table_id for record in self._namespaces.values()):
-            self._keep_namespaces(lambda record: record.table_id in live)
+        for number in self._by_number.keys() - live:
+            self._forget_namespace(self._by_number[number])
         return len(live)
 
     def drop_ended(self, table: Table, records: Sequence[SessionRecord]) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvdock._core import TableError
+from kvdock._core import MAX_NAMESPACES, TableError
 from kvdock.api.clock import ServerClock
 from kvdock.api.pool.pool import Pool
 from kvdock.api.pool.quotas import Quotas, tenant_id
@@ -45,8 +45,7 @@ class Sessions:
             try:
                 return ask()
             except TableError as error:
-                is_of_namespaces = len(self._table.namespaces()) == error.found
-                if error.code != "table_full" or not is_of_namespaces:
+                if error.code != "table_full" or error.found != MAX_NAMESPACES:
                     raise
                 if not self._table.empty_left(0, SLICE_EMPTIED_CHUNKS):
                     raise
@@ -118,7 +117,6 @@ class Sessions:
             raise ApiError("not_ready", "the first segment is being allocated: attach again in a moment")
         known = self.registry.of_instance(tenant, instance)
         self.registry.drop_ended(self._table, [known] if known else [])
-        self.registry.drop_idle_namespaces(self._table)
         if self.drain.begun and self.registry.of_instance(tenant, instance) is None:
             raise ApiError("not_ready", "the server is draining: attach to the next one")
 
@@ -152,7 +150,7 @@ class Sessions:
         self, base: bytes, weights: str, manifest: Manifest, tenant: str, moves: SessionRecord | None = None
     ) -> NamespaceRecord:
         digest = filed_in(base, weights)
-        self.quotas.check_namespace(tenant, digest, moves)
+        self.quotas.check_namespace(tenant, digest, moves, drop_idle=self._drop_idle_namespaces)
         space = self._table.add_namespace(
             digest,
             chunk_tokens=manifest.chunk_tokens,
@@ -167,10 +165,13 @@ class Sessions:
             space, digest, manifest, tenant, holds_chunks=self._table.chunks_in(space) > 0, base=base, weights=weights
         )
 
+    def _drop_idle_namespaces(self) -> None:
+        self.registry.drop_idle_namespaces(self._table)
+
     def _namespace_of(self, session: int, base: bytes, manifest: Manifest, tenant: str) -> NamespaceRecord:
         """The namespace in which the table has the session. Raises ApiError(id_reused) if its manifest is another."""
         space = self._table.sessions([session])[0].namespace
-        view = next(one for one in self._table.namespaces() if one.namespace == space)
+        view = self._table.namespace(space)
         if view.base != base:
             raise ApiError(
                 "id_reused", "the instance attached with another manifest", found=base.hex(), wanted=view.base.hex()

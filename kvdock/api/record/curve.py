@@ -68,6 +68,9 @@ class _Kept(msgspec.Struct):
     simulated: bytes
 
 
+_NO_BYTES = msgspec.msgpack.encode(b"")
+
+
 class Curves:
     """Counts the chunks that are looked up and stored, and computes how many lookups would find in pools of other
     sizes."""
@@ -103,25 +106,27 @@ class Curves:
     # ---------------------------------------------------------------- kept with the pool
 
     async def keep_when_due(self, catch_up: Callable[[], Awaitable[None]]) -> None:
-        """In a turn of its own: it copies at most a megabyte. `catch_up`: shows the curve what waits for it."""
+        """In a turn of its own: it makes at most a megabyte. `catch_up`: shows the curve what waits for it."""
         if self._now_s() - self._kept_s >= KEEP_S and self._kept is not None:
             await catch_up()
             await next_slice()
-            await self._kept.write_aside(self._content())
+            await self._kept.write_aside(*self._content())
 
     def keep(self) -> None:
         """Writes the curve for the next server of the pool."""
         if self._kept is not None:
-            self._kept.write(self._content())
+            self._kept.write(*self._content())
 
-    def _content(self) -> bytes:
+    def _content(self) -> tuple[bytes, bytes]:
+        """A _Kept in two pieces, so that the megabyte at its end is not copied."""
         self._kept_s = self._now_s()
         self._follow_limits()
-        return msgspec.msgpack.encode(_Kept(
+        simulated = self._simulated.keep()
+        head = msgspec.msgpack.encode(_Kept(
             at=self._wall_s(), eviction=self._pool.policy_of(self._limits), pool_bytes=self._limits.pool_bytes,
-            covers_s=self._now_s() - self._began_s, spaces=list(self._spaces.values()),
-            simulated=self._simulated.keep(),
+            covers_s=self._now_s() - self._began_s, spaces=list(self._spaces.values()), simulated=b"",
         ))
+        return head.removesuffix(_NO_BYTES) + b"\xc6" + len(simulated).to_bytes(4, "big"), simulated
 
     def _take_over(self, kept: _Kept) -> None:
         """Leaves the curve as it is if the pool has another size or policy now. Raises TableError."""

@@ -130,8 +130,15 @@ class Journal:
                 self._hand_out(SLICE_EVENTS)
                 await next_slice()
 
+    async def catch_up(self) -> None:
+        """Hands out the events that wait now, in slices: before they are read."""
+        last = self._seq
+        while self._queue and self._queue[0].seq <= last:
+            self._hand_out(SLICE_EVENTS)
+            await next_slice()
+
     def flush(self) -> None:
-        """Hands out all events that wait, now: at the server's end, or before figures are read."""
+        """Hands out all events that wait, now: at the server's end."""
         self._hand_out(len(self._queue))
 
     def _hand_out(self, most: int) -> None:

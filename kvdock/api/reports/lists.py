@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from kvdock._core import GrantView, MemberView, SessionView
 from kvdock.api.access.peer import Peer
 from kvdock.api.clock import since_s
 from kvdock.api.convert import grant_id, grant_text
-from kvdock.api.pool.registry import NamespaceRecord, SessionRecord, Sums, mean_of, rates_of
+from kvdock.api.pool.registry import MemberRecord, NamespaceRecord, SessionRecord, Sums, mean_of, rates_of
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.reports.contents import Contents
 from kvdock.api.reports.recorded import HitRecord, Recent
@@ -34,7 +34,9 @@ from kvdock.protocol.reports import CopyRates, DayOfHits, HitDays, Leases, Lease
 
 SESSIONS_OF_PAGE = 64
 """A page is as long as can be made in one turn of the event loop, even if more are asked for."""
-GRANTS_OF_PAGE = 64
+MOST_MEMBERS = 128
+"""How many members of a session are shown."""
+GRANTS_OF_PAGE = 32
 REQUESTS_OF_PAGE = 256
 NAMESPACES_OF_PAGE = 128
 MOST_OF_DAYS = 1024
@@ -86,15 +88,12 @@ class Lists:
         )
         ids = [record.table_id for record in shown]
         views = {view.session: view for view in self._table.sessions(ids)}
-        members = defaultdict(list)
-        for member in self._table.members(ids):
-            members[member.session].append(member)
         await next_slice()
         now_ms, sessions, slices = self._clock.now_ms(), list[s.SessionView](), Slices()
         for record in shown:
             if record.table_id in views:
                 sessions.append(s.SessionView(**_session_fields(record, views[record.table_id], now_ms), members=[
-                    s.MemberView(**_member_fields(record, member, now_ms)) for member in members[record.table_id]
+                    s.MemberView(**_member_fields(member, view, now_ms)) for member, view in self._members(record)
                 ]))
             await slices.give_turn()
         return s.Sessions(sessions=sessions, next=following)
@@ -134,25 +133,29 @@ class Lists:
             named.setdefault(record.label or record.id, Sums()).add(record.sums)
         return {name: sums.view() for name, sums in named.items()}
 
-    def session(self, peer: Peer, session_id: str, limit: int, cursor: int) -> SessionDetail:
-        """One session with all its members and a page of its grants. Raises ApiError(unknown_session)."""
+    def _members(self, record: SessionRecord) -> list[tuple[MemberRecord, MemberView]]:
+        """Those that have not left, MOST_MEMBERS at most: the dead come last."""
+        most = heapq.nsmallest(MOST_MEMBERS, record.members.values(), key=lambda member: member.dead)
+        views = {view.member: view for view in self._table.members_named([member.table_id for member in most])}
+        return [(member, views[member.table_id]) for member in most if member.table_id in views]
+
+    async def session(self, peer: Peer, session_id: str, limit: int, cursor: int) -> SessionDetail:
+        """One session with its members and a page of its grants, in slices. Raises ApiError(unknown_session)."""
         record = self._registry.listed(session_id, peer.sees)
         views = self._table.sessions([record.table_id])
         if not views:
             raise ApiError("unknown_session", "the session has just ended", found=session_id)
         shown, following = self._grants_of(record.table_id, limit, cursor)
         now_ms = self._clock.now_ms()
-        return SessionDetail(
-            **_session_fields(record, views[0], now_ms),
-            members=[
-                MemberDetail(**_member_fields(record, member, now_ms), grants=[
-                    grant_text(grant.grant) for grant in shown if not set(member.ranks).isdisjoint(grant.remaining)
-                ])
-                for member in self._table.members([record.table_id])
-            ],
-            grants=[self._grant_view(grant, now_ms) for grant in shown],
-            next=following,
-        )
+        fields, grants = _session_fields(record, views[0], now_ms), [self._grant_view(one, now_ms) for one in shown]
+        await next_slice()
+        left, members = [(one.grant, frozenset(one.remaining)) for one in grants], list[MemberDetail]()
+        slices = Slices()
+        for member, view in self._members(record):
+            its = [grant for grant, remaining in left if not remaining.isdisjoint(view.ranks)]
+            members.append(MemberDetail(**_member_fields(member, view, now_ms), grants=its))
+            await slices.give_turn()
+        return SessionDetail(**fields, members=members, grants=grants, next=following)
 
     async def namespaces(self, peer: Peer, limit: int, cursor: int) -> Namespaces:
         await self._contents.refresh()
@@ -267,10 +270,9 @@ def _session_fields(record: SessionRecord, view: SessionView, now_ms: int) -> di
     }
 
 
-def _member_fields(record: SessionRecord, view: MemberView, now_ms: int) -> dict[str, Any]:
-    name = next((member.id for member in record.members.values() if member.table_id == view.member), view.nonce.hex())
+def _member_fields(member: MemberRecord, view: MemberView, now_ms: int) -> dict[str, Any]:
     return {
-        "id": name,
+        "id": member.id,
         "ranks": view.ranks,
         "scheduler": view.scheduler,
         "state": view.state,

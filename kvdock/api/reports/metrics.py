@@ -105,6 +105,7 @@ class Metrics:
         found = {one.code for one in (await self._judge.verdict(EVERYBODYS)).findings}
         rates = await self._lists.copy_rates()
         await self._totals.catch_up()
+        await self._server.catch_up()
         return await in_slices(self._server.collect(rates, found), form)
 
     async def _of_tenants(self, peer: Peer, form: Format) -> bytes:
@@ -131,9 +132,12 @@ class ServerMetrics:
         self._answers, self._feeds, self._curves = answers, feeds, curves
         self._process = ProcessCollector(registry=None)
 
+    async def catch_up(self) -> None:
+        """Before `collect`: hands out the events that its figures count."""
+        await self._feeds.catch_up()
+
     def collect(self, rates: CopyRates, found: Collection[FindingCode] = ()) -> Iterator[Metric]:
         """`rates`: those of copies. `found`: what the verdict has."""
-        self._feeds.catch_up()
         status = self._overview.status(NOBODY)
         yield InfoMetricFamily("kvdock_build", "The server's version", {"version": status.version})
         yield from self._process.collect()

@@ -151,8 +151,8 @@ class GrantTimes(Protocol):
 class FeedFigures(Protocol):
     """Counts of events: `Feeds`."""
 
-    def catch_up(self) -> None:
-        """Hands out the events that wait, so that all figures are of now."""
+    async def catch_up(self) -> None:
+        """Hands out the events that wait, in slices, so that all figures are of now."""
 
     @property
     def grant_times(self) -> GrantTimes: ...

@@ -105,11 +105,9 @@ class Probes:
         the caller may know of it."""
         if {ALL_HELD, CAP_REACHED, TABLE_HELD, GRANTS_HELD}.isdisjoint(health.reasons):
             return []
-        by_grants = GRANTS_HELD in health.reasons
-        views = [view for view in self._pool.table.sessions() if view.leases or view.reservations]
-        if not views:
+        most = self._pool.table.most_holding(by_grants=GRANTS_HELD in health.reasons)
+        if most is None:
             return []
-        most = max(views, key=lambda view: view.leases + view.reservations if by_grants else view.held_bytes)
         record = self._registry.of_table_id(most.session)
         if not (peer.may("admin") if record is None else peer.may("read") and peer.sees(record.tenant)):
             return []

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 from api_helpers import ServerProcess, eventually
@@ -13,7 +14,7 @@ from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_notes import KeptNotes
 from tier_server import PART, POOL, POOL_CHUNKS
 
-from kvdock.protocol.mover_schemas import Generation
+from kvdock.protocol.mover_schemas import Generation, Promise
 from kvdock.shm.checksum import checksum
 from kvdock.tiers.mover.agreement import Agreement, AgreementObserver
 from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, ASKED_AT_ONCE, Fetch, Fetches, FetchObserver, Wanted
@@ -102,30 +103,89 @@ def news() -> list[int]:
 
 
 @pytest.fixture
-def fetches(
-    engine: TierEngine, tier: HeldTier, space: NamespaceSession, ended: list[Fetch], news: list[int]
+def promises() -> list[Promise]:
+    return []
+
+
+@pytest.fixture
+def observer(ended: list[Fetch], news: list[int], promises: list[Promise]) -> FetchObserver:
+    return FetchObserver(
+        promised=promises.append, ended=ended.append, loaded=lambda handle, fetch, keys: None,
+        lacked=lambda handle, namespace, keys: None, progressed=lambda: news.append(0),
+    )
+
+
+@contextmanager
+def fetching(
+    engine: TierEngine, space: NamespaceSession, tiers: Sequence[HeldTier], observer: FetchObserver
 ) -> Iterator[Fetches]:
-    handle = TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
     agreement = Agreement(
         lambda: [space.digest],
         AgreementObserver(note_changed=lambda change: None, order_done=lambda done: None, renewed=lambda tier: None),
     )
     agreement.follow([Generation(namespace=space.digest.hex(), generation=1, edition=0)])
-    agreement.use(handle)
-    observer = FetchObserver(
-        promised=lambda promise: None, ended=ended.append, loaded=lambda handle, fetch, keys: None,
-        lacked=lambda handle, namespace, keys: None, progressed=lambda: news.append(coming()),
-    )
+    handles = [TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None) for tier in tiers]
+    for handle in handles:
+        agreement.use(handle)
+    made = Fetches(handles, engine.client, agreement, observer, pool_bytes=POOL)
+    yield made
+    for tier in tiers:
+        tier.close(Deadline(1.0))
+    made.close()
+    agreement.close()
+    for handle in handles:
+        handle.close(Deadline(1.0))
 
+
+@pytest.fixture
+def fetches(
+    engine: TierEngine, tier: HeldTier, space: NamespaceSession, observer: FetchObserver, news: list[int]
+) -> Iterator[Fetches]:
     def coming() -> int:
         return sum(made.coming(space.digest, fetch.wanted.keys) for fetch in list(made._running))
 
-    made = Fetches([handle], engine.client, agreement, observer, pool_bytes=POOL)
-    yield made
-    tier.close(Deadline(1.0))
-    made.close()
-    agreement.close()
-    handle.close(Deadline(1.0))
+    with fetching(engine, space, [tier], observer._replace(progressed=lambda: news.append(coming()))) as made:
+        yield made
+
+
+class FailedPools(HeldTier):
+    """The pools of other nodes, which have every chunk, and fail at each load."""
+
+    name, node = "peers", "a"
+
+    def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
+        return [Loaded(Outcome.FAILED)] * len(parts)
+
+    def admit(self, address: str) -> str:
+        return ""
+
+    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> str:
+        return claimer
+
+    def claim(self, name: PartName, deadline: Deadline) -> str:
+        return ""
+
+    def coming(self, node: str, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
+        return None
+
+    def release(self, node: str, lease: int, name: PartName) -> None: ...
+
+
+def test_what_a_store_gives_in_place_of_other_nodes_was_promised_before(
+    engine: TierEngine, tier: HeldTier, space: NamespaceSession, observer: FetchObserver, promises: list[Promise],
+    ended: list[Fetch],
+) -> None:
+    keys, pools = engine.chain(6), FailedPools(engine)
+    pools.lacks = tier.lacks = {keys[5]}
+    tier.held[keys[0]].set()
+    with fetching(engine, space, [pools, tier], observer) as made:
+        made.start(Fetch(Wanted(space, keys, 0, ticket=7), 60.0))
+        eventually(lambda: len(promises) == 1)
+        tier.lacks = set()  # another node has stored it meanwhile
+        eventually(lambda: bool(ended), 30.0)
+    assert [(one.ticket, one.chunks, one.tier) for one in promises] == [(7, 5, "peers")]
+    assert [fetch.loaded for fetch in ended] == [5]
+    assert engine.lookup(keys, "is there").hit_tokens == 5 * CHUNK_TOKENS
 
 
 def test_what_requests_wait_for_goes_before_what_comes_ahead_of_them(

@@ -263,9 +263,9 @@ def test_a_node_that_answers_late_to_a_short_question_keeps_its_name(pair: Herd,
     name = peer.node
     os.kill(a.server.process.pid, signal.SIGSTOP)
     try:
-        assert peer.answer(read, Deadline(0.2), may_be_late=True) is None
+        assert peer.answer(read, Deadline(0.2)) is None and peer.notes([], Deadline(0.2)) is None
         assert peer.node == name != "" and not peer.is_resting
-        assert peer.answer(read, Deadline(2 * ASK_S), may_be_late=True) is None
+        assert peer.answer(read, Deadline(2 * ASK_S)) is None
         assert peer.node == "" and peer.last_node == name and peer.is_resting
     finally:
         os.kill(a.server.process.pid, signal.SIGCONT)

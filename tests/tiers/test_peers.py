@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api_helpers import ServerProcess, access_file, eventually
+from api_helpers import OPERATOR, ServerProcess, access_file, eventually
 from paths import ROOT
 from peer_nodes import PART, TOKEN, PeerNode, nodes
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
@@ -26,7 +27,8 @@ from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, EvictChunks
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.peer_schemas import PeerNote, PeerNotes, PeerRead, PeerReadAnswer
 from kvdock.tiers.stores.peers.engine import Engine, PeersSettings
-from kvdock.tiers.tier import TierUrlError, address_of
+from kvdock.tiers.stores.peers.tier import PeerServer
+from kvdock.tiers.tier import Deadline, TierUrlError, address_of
 
 pytestmark = [pytest.mark.tiers, pytest.mark.security, pytest.mark.timeout(120)]
 
@@ -309,6 +311,23 @@ def test_a_peer_that_is_frozen_costs_no_more_than_the_wait_and_comes_back(pair: 
     os.kill(frozen, signal.SIGCONT)
     tries = itertools.count()
     eventually(lambda: hits(b, more, f"again-{next(tries)}") == TOKENS, 60.0)
+
+
+def test_a_peer_that_is_busy_has_not_failed(tmp_path: Path) -> None:
+    """All its connections are in use."""
+    token_file = tmp_path / "token"
+    token_file.touch(0o600)
+    token_file.write_text(OPERATOR)
+    read = PeerRead(namespace="00" * 32, generation=1, keys=b"")
+    with ServerProcess(tcp_connections=2) as server:
+        peer = PeerServer(server.http.removeprefix("http://"), str(token_file), time.monotonic)
+        with Client(server.http, access_token=OPERATOR) as one, Client(server.http, access_token=OPERATOR) as other:
+            assert one.status() and other.status()
+            assert peer.answer(read, Deadline(1.0)) is None
+            assert not peer.is_resting and "too_busy" not in peer.why
+        eventually(lambda: peer.answer(read, Deadline(1.0)) is None and peer.is_resting)
+        assert "forbidden" in peer.why or "peers_url" in peer.why
+        peer.close()
 
 
 def test_a_peer_that_is_killed_is_a_miss_and_the_next_one_is_found(tmp_path: Path) -> None:

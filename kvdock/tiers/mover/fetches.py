@@ -98,11 +98,17 @@ class Fetch:
         """The chunks that it loads, or may still find, as far as other nodes may wait for them."""
         self.has_room = True
         """Whether the pool has room for them."""
+        self.is_promised = False
 
     @property
     def is_ahead(self) -> bool:
         """Whether no request waits for it."""
         return not self.wanted.ticket
+
+    def promised(self, count: int) -> None:
+        """The server expects `count` chunks from now on, and counts the wait as fulfilled when they are there: whatever
+        they come from, no others are loaded."""
+        self.wanted, self.is_promised = self.wanted._replace(keys=self.wanted.keys[: self.wanted.hit + count]), True
 
 
 class FetchObserver(NamedTuple):
@@ -339,9 +345,10 @@ class Fetches:
     def _load_all(self, fetch: Fetch, steps: Sequence[_Step], loader: str) -> bool:
         """`loader`: as in _plan(). Returns whether all has come."""
         space, count = fetch.wanted.space, sum(len(step.found) for step in steps)
-        if fetch.wanted.ticket:
+        if fetch.wanted.ticket and not fetch.is_promised:
             by_s = max(step.handle.expected_s(len(step.found) * space.chunk_bytes) for step in steps)
             name = steps[0].handle.name
+            fetch.promised(count)
             self._observer.promised(Promise(fetch.wanted.ticket, fetch.wanted.hit + count, name, by_s))
         attachment = space.session.attachment
         if attachment is None or not attachment.acquire():

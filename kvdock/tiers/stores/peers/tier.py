@@ -7,13 +7,15 @@ is asked for chunks of that generation alone. So a peer whose pool has not follo
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
-from typing import Final
+from typing import Final, TypeVar
 
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError, ServerUnavailable
@@ -46,8 +48,11 @@ from kvdock.tiers.tier import (
     address_of,
 )
 
+A = TypeVar("A")
 ASK_S: Final = 1.0
 """How long a peer may take to answer."""
+BUSY: Final = ("not_ready", "too_busy")
+"""The refusals of a node that works, and has no time for the call."""
 CALL_S: Final = 0.1
 """How much sooner than its caller gives up a peer answers that waits for a chunk."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
@@ -66,7 +71,9 @@ class PeerServer:
         self.address, self._clock = address, clock
         self._client = Client(f"http://{address}", timeout_s=ASK_S, access_token_file=token_file)
         self._lock = threading.Lock()
-        self._rest_s, self._until_s = FIRST_REST_S, 0.0
+        self._rest_s, self._until_s, self._silent_s = FIRST_REST_S, 0.0, math.inf
+        """How long it rests the next time, until when it rests, and when the first call began that it has not answered
+        since its last answer."""
         self.why = ""
         """Why its last call or read has failed."""
         self.node = self.last_node = ""
@@ -79,32 +86,40 @@ class PeerServer:
 
     def notes(self, notes: Sequence[PeerNote], deadline: Deadline) -> list[int] | None:
         """The generations there; None: it does not answer."""
-        try:
-            found = self._client.peer_notes(PeerNotes(notes=list(notes)), timeout_s=_patience_s(deadline)).generations
-        except (ServerUnavailable, ApiError) as error:
-            self.failed(str(error))
+        answer = self._ask(deadline, partial(self._client.peer_notes, PeerNotes(notes=list(notes))))
+        if answer is None:
             return None
         self.works()
-        return found if len(found) == len(notes) else None
+        return answer.generations if len(answer.generations) == len(notes) else None
 
     def read(self, body: PeerRead, deadline: Deadline) -> PeerReadAnswer:
         """What it leases, or only has; nothing if it does not answer."""
         return self.answer(body, deadline) or PeerReadAnswer()
 
-    def answer(self, body: PeerRead, deadline: Deadline, *, may_be_late: bool = False) -> PeerReadAnswer | None:
-        """None: it does not answer. A node that is not ready has not failed. `may_be_late`: nor has one that does not
-        answer within less than ASK_S."""
-        patience_s = _patience_s(deadline)
-        patience = Deadline(patience_s, self._clock)
+    def answer(self, body: PeerRead, deadline: Deadline) -> PeerReadAnswer | None:
+        """None: it does not answer."""
+        answer = self._ask(deadline, partial(self._client.peer_read, body))
+        if answer is not None and answer.node:
+            self.node = self.last_node = answer.node
+        return answer
+
+    def _ask(self, deadline: Deadline, call: Callable[..., A]) -> A | None:
+        """None: it does not answer. A node that is busy or not ready has not failed, nor has one that is late, unless it
+        has answered nothing for ASK_S."""
+        began_s, patience_s = self._clock(), _patience_s(deadline)
         try:
-            answer = self._client.peer_read(body, timeout_s=patience_s)
-        except (ServerUnavailable, ApiError) as error:
-            is_late = may_be_late and patience_s < ASK_S and patience.is_over
-            if not is_late and not (isinstance(error, ApiError) and error.code == "not_ready"):
+            answer = call(timeout_s=patience_s)
+        except ServerUnavailable as error:
+            now_s, self._silent_s = self._clock(), min(self._silent_s, began_s)
+            if now_s - began_s < patience_s or now_s - self._silent_s >= ASK_S:
                 self.failed(str(error))
             return None
-        if answer.node:
-            self.node = self.last_node = answer.node
+        except ApiError as error:
+            self._silent_s = math.inf
+            if error.code not in BUSY:
+                self.failed(str(error))
+            return None
+        self._silent_s = math.inf
         return answer
 
     def release(self, lease: int, body: PeerRead) -> None:
@@ -177,7 +192,7 @@ class PeersTier:
         else:
             (body,) = _reads_of([name])
             body.claimer = self.node
-            answer = known[keeper].answer(body, deadline, may_be_late=True)
+            answer = known[keeper].answer(body, deadline)
             loader = answer.loader if answer is not None else ""
         return loader if loader in known else ""
 
@@ -189,7 +204,7 @@ class PeersTier:
         body = _reads_of(names)[0]
         body.address, body.wait_s = self._engine.address, max(0.0, min(MAX_WAIT_S, _patience_s(deadline) - CALL_S))
         body.releases = [lease] if lease else []
-        answer = peer.answer(body, deadline, may_be_late=True)
+        answer = peer.answer(body, deadline)
         if answer is None:
             return None
         keys = _keys_of(body)

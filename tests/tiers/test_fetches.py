@@ -23,7 +23,7 @@ from kvdock.tiers.mover.namespaces import NamespaceSession
 from kvdock.tiers.mover.tier_handle import ABSENT_TIMES, MOST_ABSENT_S, Absent, TierHandle
 from kvdock.tiers.record import PartName
 from kvdock.tiers.stores.peers.tier import CALL_S
-from kvdock.tiers.tier import Coming, Deadline, Loaded, Outcome, ToLoad, ToStore, Usage
+from kvdock.tiers.tier import AT_STORE, Coming, Deadline, Loaded, Outcome, Place, ToLoad, ToStore, Usage
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
 
@@ -142,7 +142,7 @@ def fetches(
     engine: TierEngine, tier: HeldTier, space: NamespaceSession, observer: FetchObserver, news: list[int]
 ) -> Iterator[Fetches]:
     def coming() -> int:
-        return sum(made.coming(space.digest, fetch.wanted.keys) for fetch in list(made._running))
+        return sum(made.coming(space.digest, fetch.wanted.keys, 1) for fetch in list(made._running))
 
     with fetching(engine, space, [tier], observer._replace(progressed=lambda: news.append(coming()))) as made:
         yield made
@@ -151,7 +151,7 @@ def fetches(
 class FailedPools(HeldTier):
     """The pools of other nodes, which have every chunk, and fail at each load."""
 
-    name, node = "peers", "a"
+    name, node, are_many = "peers", "a", False
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
         return [Loaded(Outcome.FAILED)] * len(parts)
@@ -159,13 +159,13 @@ class FailedPools(HeldTier):
     def admit(self, address: str) -> str:
         return ""
 
-    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> str:
-        return claimer
+    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> Place:
+        return AT_STORE
 
-    def claim(self, name: PartName, deadline: Deadline) -> str:
-        return ""
+    def claim(self, name: PartName, deadline: Deadline) -> Place:
+        return AT_STORE
 
-    def coming(self, node: str, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
+    def coming(self, at: Place, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
         return None
 
     def release(self, node: str, lease: int, name: PartName) -> None: ...
@@ -259,20 +259,20 @@ class OtherPool:
     `left_s`: how long each could take, in seconds."""
 
     def __init__(self, answers: int) -> None:
-        self.node, self.now_s, self._answers = "b", 100.0, answers
+        self.node, self.are_many, self.now_s, self._answers = "b", False, 100.0, answers
         self.left_s: list[float] = []
         self.released: list[int] = []
 
     def admit(self, address: str) -> str:
         return ""
 
-    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> str:
-        return claimer
+    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> Place:
+        return AT_STORE
 
-    def claim(self, name: PartName, deadline: Deadline) -> str:
-        return ""
+    def claim(self, name: PartName, deadline: Deadline) -> Place:
+        return AT_STORE
 
-    def coming(self, node: str, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
+    def coming(self, at: Place, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
         self.left_s.append(deadline.left_s)
         self.now_s += 0.12
         return Coming(0, len(names), 7) if len(self.left_s) <= self._answers else None
@@ -286,7 +286,7 @@ def test_another_node_is_asked_only_while_it_can_wait_and_keeps_no_lease(tier: H
     """Its lease ends, though its last answer did not come."""
     pool, handle = OtherPool(answers), TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
     names = [PartName(bytes(32), bytes([at]) * 32, 0, 0) for at in range(4)]
-    following = Following(pool, "a", handle, names, chunk_bytes=PART, clock=lambda: pool.now_s)
+    following = Following(pool, Place("a", 1), handle, names, chunk_bytes=PART, clock=lambda: pool.now_s)
     assert following.there(0, 4, Deadline(60.0)) == 0
     following.close()
     handle.close(Deadline(1.0))

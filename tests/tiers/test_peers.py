@@ -313,14 +313,11 @@ def test_a_peer_that_is_frozen_costs_no_more_than_the_wait_and_comes_back(pair: 
     eventually(lambda: hits(b, more, f"again-{next(tries)}") == TOKENS, 60.0)
 
 
-def test_a_peer_that_is_busy_has_not_failed(tmp_path: Path) -> None:
+def test_a_peer_that_is_busy_has_not_failed() -> None:
     """All its connections are in use."""
-    token_file = tmp_path / "token"
-    token_file.touch(0o600)
-    token_file.write_text(OPERATOR)
     read = PeerRead(namespace="00" * 32, generation=1, keys=b"")
     with ServerProcess(tcp_connections=2) as server:
-        peer = PeerServer(server.http.removeprefix("http://"), str(token_file), time.monotonic)
+        peer = PeerServer("busy", Client(server.http, access_token=OPERATOR), time.monotonic)
         with Client(server.http, access_token=OPERATOR) as one, Client(server.http, access_token=OPERATOR) as other:
             assert one.status() and other.status()
             assert peer.answer(read, Deadline(1.0)) is None

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError, ServerUnavailable
@@ -25,20 +25,23 @@ from kvdock.protocol.peer_schemas import (
     MAX_WAIT_S,
     PeerNote,
     PeerNotes,
+    PeerNotesAnswer,
     PeerRead,
     PeerReadAnswer,
 )
 from kvdock.protocol.wire_types import MAX_STORE_KEYS, checksum_value
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName
-from kvdock.tiers.stores.peers.claims import Claims, keeper_of
+from kvdock.tiers.stores.peers.claims import Claims, keeper_of, rank
 from kvdock.tiers.stores.peers.engine import INSTALL, TIER, Engine, PeersSettings
 from kvdock.tiers.tier import (
+    AT_STORE,
     Coming,
     Deadline,
     Loaded,
     NotInstalled,
     Outcome,
+    Place,
     ReadOnly,
     Store,
     TierError,
@@ -59,21 +62,33 @@ FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 """For how long a peer that has failed is not asked: at first, and at most. It doubles with each failure in a row."""
 READERS: Final = 4
 """How many parts are read at once."""
+FEW: Final = 8
+"""Of more nodes than these, one is asked who loads before the others are asked what they have."""
 ASKERS: Final = 16
+"""How many calls wait for peers at once, or two to each of them if that is more."""
 MOST_HOLDERS: Final = 1 << 16
 """How many chunks are remembered with the peer that has them."""
 
 
-class PeerServer:
-    """Another node's server. Thread-safe."""
+class PeerCalls(Protocol):
+    """The calls to another node's server. They raise ServerUnavailable, ApiError."""
 
-    def __init__(self, address: str, token_file: str, clock: Callable[[], float]) -> None:
-        self.address, self._clock = address, clock
-        self._client = Client(f"http://{address}", timeout_s=ASK_S, access_token_file=token_file)
+    def peer_notes(self, body: PeerNotes, *, timeout_s: float | None = None) -> PeerNotesAnswer: ...
+
+    def peer_read(self, body: PeerRead, *, timeout_s: float | None = None) -> PeerReadAnswer: ...
+
+    def close(self) -> None: ...
+
+
+class PeerServer:
+    """Another node's server. `client`: it closes it. Thread-safe."""
+
+    def __init__(self, address: str, client: PeerCalls, clock: Callable[[], float]) -> None:
+        self.address, self._client, self._clock = address, client, clock
         self._lock = threading.Lock()
         self._rest_s, self._until_s, self._silent_s = FIRST_REST_S, 0.0, math.inf
-        """How long it rests the next time, until when it rests, and when the first call began that it has not answered
-        since its last answer."""
+        """How long it rests the next time, until when it rests, and when the first call began that it has left without
+        an answer since its last one."""
         self.why = ""
         """Why its last call or read has failed."""
         self.node = self.last_node = ""
@@ -104,8 +119,8 @@ class PeerServer:
         return answer
 
     def _ask(self, deadline: Deadline, call: Callable[..., A]) -> A | None:
-        """None: it does not answer. A node that is busy or not ready has not failed, nor has one that is late, unless it
-        has answered nothing for ASK_S."""
+        """None: it does not answer. A node that is busy or not ready has not failed, nor has one that is late, unless
+        it has answered nothing for ASK_S."""
         began_s, patience_s = self._clock(), _patience_s(deadline)
         try:
             answer = call(timeout_s=patience_s)
@@ -143,23 +158,25 @@ class PeerServer:
 
 
 class PeersTier:
-    """It owns the engine, and closes it."""
+    """It owns the engine and the peers, and closes them."""
 
     name = TIER
     poll_s = 1.0
     recheck_s = 3600.0  # nothing is stored, so nothing is asked for again
 
     def __init__(
-        self, settings: PeersSettings, engine: Engine, clock: Callable[[], float] = time.monotonic,
+        self, peers: Sequence[PeerServer], engine: Engine, clock: Callable[[], float] = time.monotonic,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
         """`clock`: a monotonic clock, `wall_s`: Unix time, both in seconds."""
         self._engine, self._wall_s, self._lock = engine, wall_s, threading.Lock()
         self.node, self._claims = engine.name, Claims(clock)
-        self._peers = [PeerServer(one, str(settings.token_file), clock) for one in settings.servers]
+        self._peers = sorted(peers, key=lambda peer: rank(peer.address, self.node.encode()))
+        """In another order at each node: where several have a chunk, not all read it from the same one."""
+        self.are_many = len(peers) > FEW
         self._notes: dict[bytes, Note] = {}
         self._holders: OrderedDict[tuple[bytes, bytes], PeerServer] = OrderedDict()
-        self._askers = ThreadPoolExecutor(ASKERS, "kvdock-peers")
+        self._askers = ThreadPoolExecutor(max(ASKERS, 2 * len(self._peers)), "kvdock-peers")
         self._readers = ThreadPoolExecutor(READERS, "kvdock-peers-read")
 
     # -------------------------------------------------------------------------------------------------- the pool
@@ -179,31 +196,31 @@ class PeersTier:
 
     # -------------------------------------------------------------------------------------------------- who loads
 
-    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> str:
+    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> Place:
         """See SharesPool."""
         return self._claims.claim(namespace, generation, key, claimer)
 
-    def claim(self, name: PartName, deadline: Deadline) -> str:
+    def claim(self, name: PartName, deadline: Deadline) -> Place:
         """See SharesPool."""
         known = {peer.node: peer for peer in self._peers if peer.node and not peer.is_resting}
         keeper = keeper_of(name.key, [*known, self.node])
         if keeper == self.node:
-            loader = self.claimed(name.namespace, name.generation, name.key, self.node)
+            place = self.claimed(name.namespace, name.generation, name.key, self.node)
         else:
             (body,) = _reads_of([name])
             body.claimer = self.node
             answer = known[keeper].answer(body, deadline)
-            loader = answer.loader if answer is not None else ""
-        return loader if loader in known else ""
+            place = Place(answer.source, answer.depth) if answer is not None else AT_STORE
+        return place if place.source in known else AT_STORE
 
-    def coming(self, node: str, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
+    def coming(self, at: Place, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
         """See SharesPool."""
-        peer = next((peer for peer in self._peers if peer.node == node), None)
+        peer = next((peer for peer in self._peers if peer.node == at.source), None)
         if peer is None or peer.is_resting:
             return None
         body = _reads_of(names)[0]
         body.address, body.wait_s = self._engine.address, max(0.0, min(MAX_WAIT_S, _patience_s(deadline) - CALL_S))
-        body.releases = [lease] if lease else []
+        body.depth, body.releases = at.depth, [lease] if lease else []
         answer = peer.answer(body, deadline)
         if answer is None:
             return None
@@ -386,7 +403,11 @@ class PeersTier:
 def open_tier(url: str, deadline: Deadline) -> PeersTier:
     """`url`: docs/operate/peers.md. Raises TierUrlError, and TierError where the engine cannot be used."""
     settings = PeersSettings.parse(url)
-    return PeersTier(settings, Engine.open(settings))
+    engine, token_file = Engine.open(settings), str(settings.token_file)
+    return PeersTier([
+        PeerServer(one, Client(f"http://{one}", timeout_s=ASK_S, access_token_file=token_file), time.monotonic)
+        for one in settings.servers
+    ], engine)
 
 
 def registers_memory(url: str) -> bool:

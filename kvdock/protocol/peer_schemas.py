@@ -72,8 +72,8 @@ class PeerReadAnswer(Answer, kw_only=True):
     they are until it is released, or for `lease_s` seconds; 0: nothing is leased. `chunks`: the parts of each key's
     chunk; an empty list where the pool lacks the chunk. `node`: the name of this node among its peers; "": it is not
     known yet. `coming`: how many of the first chunks this node is loading, and the caller may wait for. `source`,
-    `depth`: where the call had a `claimer`, the name of the node from which it reads the chunks, "" for a store, and
-    its depth."""
+    `depth`, `nodes`: where the call had a `claimer`, the name of the node from which it reads the chunks, "" for a
+    store, its depth, and how many nodes want them so far."""
 
     engine: str = ""
     lease: int = 0
@@ -83,3 +83,4 @@ class PeerReadAnswer(Answer, kw_only=True):
     coming: int = 0
     source: str = ""
     depth: int = 0
+    nodes: int = 1

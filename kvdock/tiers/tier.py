@@ -67,6 +67,11 @@ class ReadOnly(TierError):
     """The tier works, but nothing in it can be changed."""
 
 
+class NotEverywhere(TierError):
+    """A change of a note holds here, and some of the nodes that share their pools do not know it yet. Those are not
+    read until they do."""
+
+
 class StillRunning(TierError):
     """A verb has failed, and may still use a slot. Only the end of the process stops it."""
 
@@ -323,10 +328,11 @@ class Coming(NamedTuple):
 
 class Place(NamedTuple):
     """A node's place among those that want one prefix. `source`: the node that it reads it from; "": it loads it from a
-    store itself. `depth`: how many nodes what it reads has passed before."""
+    store itself. `depth`: how many nodes what it reads has passed before. `nodes`: how many want the prefix so far."""
 
     source: str
     depth: int
+    nodes: int = 1
 
 
 AT_STORE: Final = Place("", 0)
@@ -398,7 +404,8 @@ class Tier(Protocol):
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
         """Changes the namespace's note in one step, and returns the new one. Raises TierError if it is not known
-        whether the note has changed, ReadOnly if notes cannot be changed."""
+        whether the note has changed, NotEverywhere if it has to be told again, ReadOnly if notes cannot be changed.
+        """
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
         """The namespaces that have a note, as far as the tier can list them. Raises TierError."""

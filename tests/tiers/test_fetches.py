@@ -18,7 +18,7 @@ from kvdock.protocol.mover_schemas import Generation, Promise
 from kvdock.shm.checksum import checksum
 from kvdock.tiers.mover.agreement import Agreement, AgreementObserver
 from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, ASKED_AT_ONCE, Fetch, Fetches, FetchObserver, Wanted
-from kvdock.tiers.mover.herds import Following
+from kvdock.tiers.mover.herds import SLOWER, STALL_S, STALLED, Following
 from kvdock.tiers.mover.namespaces import NamespaceSession
 from kvdock.tiers.mover.tier_handle import ABSENT_TIMES, MOST_ABSENT_S, Absent, TierHandle
 from kvdock.tiers.record import PartName
@@ -261,6 +261,8 @@ class OtherPool:
     def __init__(self, answers: int) -> None:
         self.node, self.are_many, self.now_s, self._answers = "b", False, 100.0, answers
         self.left_s: list[float] = []
+        self.place = AT_STORE
+        """What claim() returns."""
         self.released: list[int] = []
 
     def admit(self, address: str) -> str:
@@ -270,7 +272,7 @@ class OtherPool:
         return AT_STORE
 
     def claim(self, name: PartName, deadline: Deadline) -> Place:
-        return AT_STORE
+        return self.place
 
     def coming(self, at: Place, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
         self.left_s.append(deadline.left_s)
@@ -281,17 +283,37 @@ class OtherPool:
         self.released.append(lease)
 
 
-@pytest.mark.parametrize("answers", [2, 9])
-def test_another_node_is_asked_only_while_it_can_wait_and_keeps_no_lease(tier: HeldTier, answers: int) -> None:
-    """Its lease ends, though its last answer did not come."""
+@pytest.mark.parametrize(("answers", "depth", "calls"), [(2, 1, 3), (9, 1, 3), (9, 2, 8)])
+def test_another_node_is_asked_only_while_it_can_wait_and_keeps_no_lease(
+    tier: HeldTier, answers: int, depth: int, calls: int
+) -> None:
+    """Its lease ends, though its last answer did not come. With one more node between, it is given as much time again.
+    """
     pool, handle = OtherPool(answers), TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
     names = [PartName(bytes(32), bytes([at]) * 32, 0, 0) for at in range(4)]
-    following = Following(pool, Place("a", 1), handle, names, chunk_bytes=PART, clock=lambda: pool.now_s)
+    following = Following(pool, Place("a", depth), handle, names, chunk_bytes=PART, clock=lambda: pool.now_s)
     assert following.there(0, 4, Deadline(60.0)) == 0
     following.close()
     handle.close(Deadline(1.0))
-    assert len(pool.left_s) == 3 and all(left_s > 1.4 * CALL_S for left_s in pool.left_s)
+    assert len(pool.left_s) == calls and all(left_s > 1.4 * CALL_S for left_s in pool.left_s)
     assert pool.released == [7]
+
+
+@pytest.mark.parametrize(("nodes", "calls"), [(1, 1), (2, 2), (9, 3)])
+def test_another_node_may_be_slower_than_the_store_where_more_nodes_would_share_it(
+    tier: HeldTier, nodes: int, calls: int
+) -> None:
+    """How many there are by now is asked before nothing more is read there."""
+    pool, handle = OtherPool(9), TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
+    handle.fetches.count, handle.speed.latency_s, handle.speed.rate = 1, 0.0, 4 * PART / 0.125
+    names = [PartName(bytes(32), bytes([at]) * 32, 0, 0) for at in range(4)]
+    following = Following(pool, Place("a", 1), handle, names, chunk_bytes=PART, clock=lambda: pool.now_s)
+    pool.now_s += STALL_S - 0.1
+    following.came()
+    pool.place = Place("a", 1, nodes)
+    assert following.there(0, 4, Deadline(60.0)) == 0
+    handle.close(Deadline(1.0))
+    assert (len(pool.left_s), following.why) == (calls, SLOWER if nodes < 9 else STALLED)
 
 
 @pytest.mark.parametrize(("has", "calls"), [(0, 1), (1, 2), (17, 2), (100, 2), (255, 2), (256, 1)])

@@ -394,12 +394,12 @@ def test_a_node_without_the_store_does_not_keep_others_from_it(tmp_path: Path) -
 def test_the_first_that_claims_loads_until_its_claim_is_over() -> None:
     now_s = 100.0
     claims = Claims(lambda: now_s)
-    space, key, from_a = bytes(32), bytes(31) + b"\1", Place("a", 1)
+    space, key, from_a = bytes(32), bytes(31) + b"\1", Place("a", 1, 2)
     assert [claims.claim(space, 1, key, node) for node in ("a", "b", "a")] == [AT_STORE, from_a, AT_STORE]
     assert claims.claim(b"\1" * 32, 1, key, "b") == AT_STORE, "of another namespace"
     assert claims.claim(space, 2, key, "b") == AT_STORE, "after a clear"
     now_s += CLAIM_S
-    assert [claims.claim(space, 1, key, node) for node in ("b", "a")] == [AT_STORE, Place("b", 1)]
+    assert [claims.claim(space, 1, key, node) for node in ("b", "a")] == [AT_STORE, Place("b", 1, 2)]
     for number in range(MOST_CLAIMS):
         claims.claim(space, 1, b"\7" + number.to_bytes(31, "big"), "c")
     assert claims.claim(space, 1, key, "a") == AT_STORE, "the oldest is forgotten"
@@ -411,15 +411,16 @@ def test_few_nodes_read_from_each_and_none_is_far_from_the_one_that_loads() -> N
     sources = Counter(place.source for place in places.values())
     assert sources.pop("") == 1 and max(sources.values()) == READERS_EACH
     for node, place in places.items():
-        assert claims.claim(bytes(32), 1, bytes(32), node) == place, "it asks once more"
+        again = claims.claim(bytes(32), 1, bytes(32), node)
+        assert again[:2] == place[:2] and again.nodes in (1, 40), "it asks once more"
         if place.source:
-            assert place.depth == places[place.source].depth + 1 <= 3, "so nobody waits for one that waits for it"
+            assert place.depth == places[place.source].depth + 1 <= 5, "so nobody waits for one that waits for it"
 
 
 def test_a_crowd_of_names_takes_no_more_memory() -> None:
     claims = Claims(lambda: 100.0)
     for number in range(3 * MOST_NODES):
-        assert claims.claim(bytes(32), 1, bytes(32), f"node{number}").depth < 8
+        assert claims.claim(bytes(32), 1, bytes(32), f"node{number}").depth < 9
     (herd,) = claims._herds.values()
     assert len(herd.nodes) <= MOST_NODES + 1
 

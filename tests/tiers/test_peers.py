@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -229,6 +230,28 @@ def test_a_deletion_waits_for_a_peer_that_is_cut_off(pair: Pair) -> None:
     eventually(lambda: a.engine.lookup(keys, "gone").hit_tokens == 0, 60.0)
     eventually(lambda: b.engine.client.status().tiers[0].pending_orders == 0, 30.0)
     assert hits(b, keys, "after") == 0
+
+
+def test_while_a_deletion_waits_for_one_peer_the_others_are_read(tmp_path: Path) -> None:
+    with nodes(tmp_path, 3) as (a, b, c):
+        keys, more = a.engine.chain(CHUNKS), c.engine.chain(CHUNKS)
+        a.engine.store(keys)
+        comes(b, keys, "before")
+        os.kill(a.server.process.pid, signal.SIGSTOP)
+        gone = DeleteChunks(namespace=namespace_of(b.engine), keys=[keys[0].hex()])
+        assert b.engine.client.delete(gone).pending_tiers == ["peers"]
+        c.engine.store(more)
+        eventually(lambda: hits(b, more, random.randbytes(8).hex()) == TOKENS, 30.0)
+
+        def is_shown() -> bool:
+            (tier,) = b.engine.client.tiers().tiers
+            return tier.pending_orders == 1 and a.server.http.removeprefix("http://") in tier.pending_why
+
+        eventually(is_shown, 30.0)
+        os.kill(a.server.process.pid, signal.SIGCONT)
+        eventually(lambda: a.engine.lookup(keys, "gone").hit_tokens == 0, 60.0)
+        eventually(lambda: b.engine.client.tiers().tiers[0].pending_orders == 0, 30.0)
+        assert hits(b, keys, "after") == 0
 
 
 # ------------------------------------------------------------------ strangers

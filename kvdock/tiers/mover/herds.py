@@ -3,8 +3,8 @@
 A request's fetch that is about to load from such a store claims the prefix (kvdock/tiers/stores/peers/claims.py). If
 other nodes have claimed it before, it is told one of them as its source, and follows: it loads from that node's pool
 what has come there, and tells the next ones that it comes here. It goes to the store itself as soon as the source says
-that no more comes, does not answer, or is slower than the store. Each node waits for nodes of a smaller depth alone, so
-nobody waits for one that waits for it.
+that no more comes, does not answer, or is slower than the store would be if all of them read there. Each node waits for
+nodes of a smaller depth alone, so nobody waits for one that waits for it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from kvdock.tiers.tier import Deadline, Place, SharesPool
 STALL_S: Final = 0.5
 """For so long a fetch waits for the next chunk of the node that loads, and so much longer for each node between them:
 where that one fails, those that read from it load first, and the others need not."""
-SLOWER_TIMES: Final = 2.0
-"""How much slower than the store the node that loads may be, and each one between, beside STALL_S."""
 SLOW_S: Final = 10.0
 """For so long nobody is followed after another node was slower."""
 WAIT_SHARE: Final = 0.5
@@ -75,10 +73,17 @@ class Following:
         left_s = min(self._came_s + depth * STALL_S - now_s, WAIT_SHARE * deadline.left_s)
         if self._store.fetches.count:  # else its speed is not known
             store_s = self._store.expected_s(min(at + most, len(self._names)) * self._chunk_bytes)
-            until_s = self._began_s + depth * (STALL_S + SLOWER_TIMES * store_s)
-            if until_s - now_s < SHORTEST_S:
+            fair_s = self._began_s + depth * STALL_S - now_s
+            if fair_s + self._at.nodes * store_s < SHORTEST_S:
+                self._ask_again(deadline)
+            if fair_s + self._at.nodes * store_s < SHORTEST_S:
                 self.why = SLOWER
-            left_s = min(left_s, until_s - now_s)
+            left_s = min(left_s, fair_s + self._at.nodes * store_s)
         self.why = self.why or (STALLED if left_s < SHORTEST_S else "")
         return left_s
 
+    def _ask_again(self, deadline: Deadline) -> None:
+        """More nodes may want the prefix by now, with which this one would share the store."""
+        at = self._peers.claim(self._names[0], Deadline(min(SHORTEST_S, deadline.left_s)))
+        if at.source == self._at.source:
+            self._at = at

@@ -155,7 +155,7 @@ class PeerLeases:
         nothing = PeerReadAnswer(node=tier.node)
         if read.claimer and read.keys:
             place = tier.claimed(digest, read.generation, read.keys[:KEY_BYTES], read.claimer)
-            return PeerReadAnswer(node=tier.node, source=place.source, depth=place.depth)
+            return PeerReadAnswer(node=tier.node, **place._asdict())
         if space is None or not read.keys or self._agreement.generation(digest) != read.generation:
             return nothing
         attachment = space.session.attachment

@@ -24,6 +24,7 @@ from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import (
     Deadline,
     Loaded,
+    NotEverywhere,
     Outcome,
     ReadOnly,
     StillRunning,
@@ -351,7 +352,7 @@ class TierHandle:
         return self._call("note", deadline, lambda: self.tier.notes(namespaces, deadline), lambda _: "")
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
-        """Raises TierOff, TierError, ReadOnly."""
+        """Raises TierOff, TierError, NotEverywhere, ReadOnly."""
         return self._call("note", deadline, lambda: self.tier.change(namespace, change, deadline), lambda _: "")
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
@@ -438,7 +439,7 @@ class TierHandle:
         except StillRunning as error:
             self._lost(error)
             raise
-        except ReadOnly:
+        except (ReadOnly, NotEverywhere):
             raise
         except TierError as error:
             if not self._was_short(call, began_s):

@@ -21,8 +21,8 @@ from kvdock.tiers.tier import AT_STORE, Place
 CLAIM_S: Final = 5.0
 """For so long after its last claim a node counts as the one that loads. By then it has the first chunks."""
 MOST_CLAIMS: Final = 1 << 14
-READERS_EACH: Final = 3
-"""How many nodes read from one at the same time: 40 nodes are at most three steps away from the one that loads."""
+READERS_EACH: Final = 2
+"""How many nodes read from one at the same time. The last of 62 is five steps away from the one that loads."""
 MOST_NODES: Final = 256
 """How many nodes of one prefix are remembered."""
 
@@ -56,7 +56,7 @@ class _Herd:
         above = source
         while above:
             above, depth = (above - 1) // READERS_EACH, depth + 1
-        return Place(self.nodes[source], depth)
+        return Place(self.nodes[source], depth, len(self.nodes))
 
 
 class Claims:
@@ -76,7 +76,7 @@ class Claims:
             if herd is None or herd.until_s <= now_s:
                 herd = self._herds[at] = _Herd(now_s + CLAIM_S)
             place = herd.place(claimer)
-            if place is AT_STORE:
+            if not place.source:
                 herd.until_s = now_s + CLAIM_S
                 self._herds.move_to_end(at)
             while len(self._herds) > MOST_CLAIMS or next(iter(self._herds.values())).until_s <= now_s:

@@ -29,7 +29,7 @@ from kvdock.protocol.peer_schemas import (
     PeerRead,
     PeerReadAnswer,
 )
-from kvdock.protocol.wire_types import MAX_STORE_KEYS, checksum_value
+from kvdock.protocol.wire_types import KEY_BYTES, MAX_STORE_KEYS, checksum_value
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName
 from kvdock.tiers.stores.peers.claims import Claims, keeper_of, rank
@@ -39,6 +39,7 @@ from kvdock.tiers.tier import (
     Coming,
     Deadline,
     Loaded,
+    NotEverywhere,
     NotInstalled,
     Outcome,
     Place,
@@ -91,6 +92,8 @@ class PeerServer:
         an answer since its last one."""
         self.why = ""
         """Why its last call or read has failed."""
+        self._owed: dict[str, set[bytes]] = {}
+        """By namespace, deleted keys of which it has not been told."""
         self.node = self.last_node = ""
         """Its name among its peers; "": it has not told it since it has failed last, or is of an earlier release.
         `last_node`: the name that it has told last, however often it has failed since."""
@@ -107,12 +110,26 @@ class PeerServer:
         self.works()
         return answer.generations if len(answer.generations) == len(notes) else None
 
+    def tell_deleted(self, note: PeerNote, deadline: Deadline) -> bool:
+        """Whether it knows now that these chunks were deleted. Until then nothing of the namespace is read there."""
+        assert isinstance(note.deleted, bytes), "made here"
+        keys = {note.deleted[at : at + KEY_BYTES] for at in range(0, len(note.deleted), KEY_BYTES)}
+        with self._lock:
+            self._owed.setdefault(note.namespace, set()).update(keys)
+        is_told = self.notes([note], deadline) is not None
+        with self._lock:
+            if is_told:
+                self._owed[note.namespace] -= keys
+        return is_told
+
     def read(self, body: PeerRead, deadline: Deadline) -> PeerReadAnswer:
         """What it leases, or only has; nothing if it does not answer."""
         return self.answer(body, deadline) or PeerReadAnswer()
 
     def answer(self, body: PeerRead, deadline: Deadline) -> PeerReadAnswer | None:
-        """None: it does not answer."""
+        """None: it does not answer, or must not be read."""
+        if self._owed.get(body.namespace) and not body.claimer:
+            return None
         answer = self._ask(deadline, partial(self._client.peer_read, body))
         if answer is not None and answer.node:
             self.node = self.last_node = answer.node
@@ -210,7 +227,7 @@ class PeersTier:
             (body,) = _reads_of([name])
             body.claimer = self.node
             answer = known[keeper].answer(body, deadline)
-            place = Place(answer.source, answer.depth) if answer is not None else AT_STORE
+            place = Place(answer.source, answer.depth, answer.nodes) if answer is not None else AT_STORE
         return place if place.source in known else AT_STORE
 
     def coming(self, at: Place, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
@@ -362,8 +379,8 @@ class PeersTier:
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
         """A clear gets a generation that no pool has had: it is made from the time, so two nodes that clear while they
-        are cut off from each other get different ones. All peers are told of deleted keys and must answer. Raises
-        TierError."""
+        are cut off from each other get different ones. All peers are told of deleted keys; those that do not answer
+        are not read until they have. Raises NotEverywhere, which asks for another try."""
         with self._lock:
             before = self._notes.get(namespace) or Note.new(0)
         after = change(before)
@@ -377,13 +394,15 @@ class PeersTier:
         return after
 
     def _tell_deleted(self, namespace: bytes, generation: int, keys: Sequence[bytes], deadline: Deadline) -> None:
-        """Raises TierError: a peer does not answer."""
+        """Raises NotEverywhere: a peer does not answer."""
+        untold: set[PeerServer] = set()
         for begin in range(0, len(keys), MAX_STORE_KEYS):
             note = PeerNote(namespace.hex(), generation, b"".join(keys[begin : begin + MAX_STORE_KEYS]))
-            asked = [self._askers.submit(peer.notes, [note], deadline) for peer in self._peers]
-            for peer, one in zip(self._peers, asked, strict=True):
-                if one.result() is None:
-                    raise TierError(TIER, f"a deletion is not known everywhere: {peer.why}")
+            asked = [self._askers.submit(peer.tell_deleted, note, deadline) for peer in self._peers]
+            untold |= {peer for peer, one in zip(self._peers, asked, strict=True) if not one.result()}
+        if untold:
+            names = ", ".join(sorted(peer.address for peer in untold))
+            raise NotEverywhere(TIER, f"a deletion is not known yet at {names}")
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
         """Returns an empty list: peers are asked about namespaces that this node serves."""

@@ -62,6 +62,8 @@ DEPTH = 4
 """How many batches of a fetch are in progress at once: while one is loaded, others are hashed or published."""
 AHEAD_EXISTS_S, AHEAD_BATCH_BYTES = 10.0, 8 << 20
 """For fetches ahead of requests: how long a tier may take to answer, and the size of a batch."""
+PASSED_BYTES = 2 << 20
+"""The size of a batch that comes from a node that loads it now: others may wait here for each batch."""
 ROOM_S, ROOM_SHARE = 0.01, 0.75
 """How often a fetch that waits for room in the pool tries again, and the share of the pool that all may need."""
 ROOM_COMES = ("no_space", "held_bytes")
@@ -432,6 +434,8 @@ class Fetches:
         others are being loaded. A fetch ahead of requests has one batch at a time. Returns whether all chunks are in
         the pool, or are being loaded or stored by others."""
         depth, most_bytes = (1, AHEAD_BATCH_BYTES) if fetch.is_ahead else (DEPTH, self._batch_bytes)
+        if fetch.depth:
+            most_bytes = min(most_bytes, PASSED_BYTES)
         in_progress: deque[_Batch] = deque()
         left = deque(self._batches(fetch.wanted.space, found, most_bytes))
         until_s, is_whole = self._clock() + self._compute_s(fetch, len(found)), True

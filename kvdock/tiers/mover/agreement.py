@@ -16,8 +16,9 @@ import logging
 import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvdock.protocol.mover_schemas import Generation, NoteChange, Order, OrderDone, split_keys
@@ -55,11 +56,16 @@ class AgreedNote:
 
 @dataclass
 class _Retry:
-    """When a tier's orders are tried again, and why the first of them was not carried out."""
+    """When a tier's orders are tried again, and why the first of them was not carried out. `partly`: numbers of orders
+    that hold, though not everywhere yet: the tier is used."""
 
     why: str = ""
     until_s: float = -math.inf
     rest_s: float = RETRY_S
+    partly: set[int] = field(default_factory=set)
+
+    def at_once(self) -> None:
+        self.why, self.until_s, self.rest_s = "", -math.inf, RETRY_S
 
     def failed(self, why: str, now_s: float) -> None:
         self.why, self.until_s = why, now_s + self.rest_s
@@ -97,10 +103,8 @@ class Agreement:
         """Note changes that the server has not followed yet: tier, namespace and note by number."""
         self._orders: dict[str, list[Order]] = {}
         """By tier, the orders that are not carried out yet, in the order in which they came."""
-        self._retries: dict[str, _Retry] = {}
-        """By tier, where orders could not be carried out."""
-        self._partly: set[tuple[str, int]] = set()
-        """Tier and number of orders that hold, though not everywhere yet: the tier is used."""
+        self._retries: defaultdict[str, _Retry] = defaultdict(_Retry)
+        """By tier."""
         self._sweeping: dict[str, dict[bytes, Note]] = {}
         """By tier, the namespaces that may still have parts of former generations, with their notes."""
         self._woken: set[str] = set()
@@ -136,14 +140,13 @@ class Agreement:
     def why_pending(self, tier: str) -> str:
         """Why the tier has not carried out the first of its orders; "": it has, or has not tried."""
         with self._changed:
-            retry = self._retries.get(tier)
-            return retry.why if retry is not None and self._orders.get(tier) else ""
+            return self._retries[tier].why if self._orders.get(tier) else ""
 
     def order(self, order: Order) -> None:
         with self._changed:
             for tier in order.tiers:
                 self._orders.setdefault(tier, []).append(order)
-                self._retries.pop(tier, None)
+                self._retries[tier].at_once()
             self._wake(order.tiers)
 
     def server_followed(self, numbers: Sequence[int]) -> None:
@@ -203,7 +206,7 @@ class Agreement:
         if note is None or pool is None or note.generation != pool[0] or self._read_last.get(at) != note:
             return None
         if any(
-            order.namespace in ("", digest.hex()) and (tier, order.number) not in self._partly
+            order.namespace in ("", digest.hex()) and order.number not in self._retries[tier].partly
             for order in self._orders.get(tier, ())
         ):
             return None
@@ -237,10 +240,9 @@ class Agreement:
     def _pause_s(self, handle: TierHandle, pause_s: float) -> float:
         """The time until notes are read again, as in _wait(), or until orders are tried again if that is sooner."""
         with self._changed:
-            retry = self._retries.get(handle.name)
-        if retry is None:
-            return pause_s
-        return max(SHORTEST_PAUSE_S, min(pause_s or math.inf, retry.until_s - self._clock()))
+            until_s = self._retries[handle.name].until_s if self._orders.get(handle.name) else math.inf
+        left_s = min(pause_s or math.inf, until_s - self._clock())
+        return max(SHORTEST_PAUSE_S, left_s) if left_s < math.inf else 0.0
 
     def _wait(self, handle: TierHandle, pause_s: float) -> bool:
         """Waits until `pause_s` has passed or something has changed. `pause_s` 0: waits without a limit. False: the
@@ -259,8 +261,10 @@ class Agreement:
         """Carries out the orders for the tier. Of a namespace with an order that fails, later ones wait for it; all
         that are left are tried again after a pause, which grows."""
         with self._changed:
-            retry = self._retries.get(handle.name, _Retry())
-            orders = list(self._orders.get(handle.name, ())) if self._clock() >= retry.until_s else []
+            retry = self._retries[handle.name]
+            orders = list(self._orders.get(handle.name, ()))
+        if not orders or self._clock() < retry.until_s:
+            return
         whys, failed = list[str](), set[str]()
         for order in orders:
             if not failed.isdisjoint(("", order.namespace)) or (failed and not order.namespace):
@@ -271,25 +275,21 @@ class Agreement:
                 whys.append(error.why)
                 if isinstance(error, NotEverywhere):
                     with self._changed:
-                        self._partly.add((handle.name, order.number))
+                        retry.partly.add(order.number)
                         self._changed.notify_all()
                 else:
                     failed.add(order.namespace)
                 continue
             with self._changed:
                 self._orders[handle.name].remove(order)
-                self._partly.discard((handle.name, order.number))
+                retry.partly.discard(order.number)
                 self._changed.notify_all()
             self._observer.order_done(done)
-        if whys:
-            retry.failed(whys[0], self._clock())
-            with self._changed:
-                self._retries[handle.name] = retry
-                if any(order not in orders for order in self._orders[handle.name]):
-                    retry.until_s = -math.inf  # one has come meanwhile
-        elif orders:
-            with self._changed:
-                self._retries.pop(handle.name, None)
+        with self._changed:
+            if whys:
+                retry.failed(whys[0], self._clock())
+            if not whys or any(order not in orders for order in self._orders[handle.name]):  # or one has come meanwhile
+                retry.at_once()
 
     def _clear_all(self, handle: TierHandle, order: Order) -> OrderDone:
         """Clears all namespaces that the tier can list, except those that `order.keys` names."""

@@ -64,7 +64,7 @@ FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 READERS: Final = 4
 """How many parts are read at once."""
 FEW: Final = 8
-"""Of more nodes than these, one is asked who loads before the others are asked what they have."""
+"""With more other nodes than these, one is asked who loads before all are asked what they have."""
 ASKERS: Final = 16
 """How many calls wait for peers at once, or two to each of them if that is more."""
 MOST_HOLDERS: Final = 1 << 16

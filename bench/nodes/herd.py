@@ -101,6 +101,8 @@ class Calls:
         return PeerNotesAnswer(generations=[1] * len(body.notes))
 
     def peer_read(self, body: PeerRead, *, timeout_s: float | None = None) -> PeerReadAnswer:
+        if self._of.is_cut_off:
+            raise ServerUnavailable("it is cut off")
         try:
             return self._of.asked(body).result(timeout_s)
         except TimeoutError as error:
@@ -113,7 +115,7 @@ class Node:
     """`address`: of its server. `url`: of the store."""
 
     def __init__(self, name: str, address: str, url: str) -> None:
-        self.name, self._client = name, Client(address)
+        self.name, self._client, self.is_cut_off = name, Client(address), False
         self._engine = Attached(self._client, name, PART_BYTES)
         self._numbers = itertools.count(1)
         self._lock, self._questions = threading.Lock(), dict[int, Future[PeerReadAnswer]]()
@@ -128,14 +130,15 @@ class Node:
         )
         self._agreement.follow([Generation(namespace=self.digest.hex(), generation=1, edition=0)])
         self.store = TierHandle(opened(url), clock=time.monotonic, lost=lambda _: None)
+        self.others: list[PeerServer]
         self.peers: TierHandle
         self.fetches: Fetches
         self.leases: PeerLeases
 
     def meet(self, others: Sequence[Node], links: Links) -> None:
-        servers = [PeerServer(one.name, Calls(one), time.monotonic) for one in others]
-        tier = PeersTier(servers, Copying(self.name, links))
-        for server in servers:
+        self.others = [PeerServer(one.name, Calls(one), time.monotonic) for one in others]
+        tier = PeersTier(self.others, Copying(self.name, links))
+        for server in self.others:
             server.node = server.last_node = server.address
         self.peers = TierHandle(tier, clock=time.monotonic, lost=lambda _: None)
         handles = [self.peers, self.store]
@@ -236,20 +239,25 @@ class Herd:
             for node in self.nodes:
                 node.leases.end_late()
 
-    def round(self, chunks: int) -> dict[str, float]:
+    def stored(self, chunks: int) -> list[bytes]:
+        """The keys of a prompt that the store has and no pool."""
         whole = chain(chunks, f"prompt-{next(self._seeds)}")
         keys = [whole[at : at + KEY_BYTES] for at in range(0, len(whole), KEY_BYTES)]
         self.nodes[0].keep(keys)
+        return keys
+
+    def load(self, keys: Sequence[bytes], nodes: Sequence[Node]) -> dict[str, float]:
+        """All these nodes want the prompt at the same time."""
         before, began_s = self._store_bytes, time.monotonic()
-        waits = [node.begin(keys) for node in random.sample(self.nodes, len(self.nodes))]
+        waits = [node.begin(keys) for node in random.sample(nodes, len(nodes))]
         for one in waits:
             one.result(WAIT_S + PATIENCE_S)
         took_s = time.monotonic() - began_s
-        found = [node.has(keys) for node in self.nodes]
+        found = [node.has(keys) for node in nodes]
         return {
-            "store_reads_per_byte": (self._store_bytes - before) / (chunks * PART_BYTES),
-            "most_readers": max(len(set().union(*(node.read_by[key] for key in keys))) for node in self.nodes),
-            "hit_share": min(there for there, _ in found) / chunks,
+            "store_reads_per_byte": (self._store_bytes - before) / (len(keys) * PART_BYTES),
+            "most_readers": max(len(set().union(*(node.read_by[key] for key in keys))) for node in nodes),
+            "hit_share": min(there for there, _ in found) / len(keys),
             "wrong": sum(wrong for _, wrong in found), "took_s": took_s,
         }
 
@@ -279,8 +287,8 @@ def measure(count: int, chunks: int, rounds: int) -> dict[str, float]:
         servers = [stack.enter_context(ServerProcess("serve", **settings)) for _ in range(count)]
         herd = Herd([one.unix for one in servers], url)
         stack.callback(herd.close)
-        herd.round(chunks)  # threads start, and speeds are learned
-        found = [herd.round(chunks) for _ in range(rounds)]
+        herd.load(herd.stored(chunks), herd.nodes)  # threads start, and speeds are learned
+        found = [herd.load(herd.stored(chunks), herd.nodes) for _ in range(rounds)]
     reads = [one["store_reads_per_byte"] for one in found]
     return {
         "store_reads_per_byte": median(reads), "most_store_reads_per_byte": max(reads),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ from api_helpers import MIB, ServerProcess, eventually
 from redis_server import served
 
 from bench.nodes.herd import Herd
-from kvdock.tiers.stores.peers.claims import READERS_EACH
+from kvdock.tiers.stores.peers.claims import READERS_EACH, keeper_of
 from kvdock.tiers.stores.peers.tier import FEW
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
@@ -35,8 +36,29 @@ def herd(tmp_path: Path) -> Iterator[Herd]:
 def test_a_prefix_passes_from_node_to_node_and_the_store_is_read_once(herd: Herd) -> None:
     def passes() -> bool:
         """On a busy machine a node may give up waiting: then once more."""
-        found = herd.round(CHUNKS)
+        found = herd.load(herd.stored(CHUNKS), herd.nodes)
         assert (found["hit_share"], found["wrong"]) == (1.0, 0)
         return found["store_reads_per_byte"] == 1.0 and found["most_readers"] <= READERS_EACH
 
     eventually(passes, 60.0)
+
+
+def test_where_the_node_that_loads_is_cut_off_those_next_to_it_load_and_the_others_read_there(herd: Herd) -> None:
+    def goes_on() -> bool:
+        loader, *others = herd.nodes
+        loader.is_cut_off, keys = False, herd.stored(CHUNKS)
+        for server in itertools.chain.from_iterable(node.others for node in others):
+            server.works()  # again, after a first try
+            server.node = server.last_node
+        names = [node.name for node in herd.nodes]
+        keeper = herd.nodes[names.index(keeper_of(keys[0], names))]
+        if keeper is loader:
+            return False
+        assert keeper.leases.tier is not None
+        keeper.leases.tier.claimed(keeper.digest, 1, keys[0], loader.name)
+        loader.is_cut_off = True
+        found = herd.load(keys, others)
+        assert (found["hit_share"], found["wrong"]) == (1.0, 0)
+        return found["store_reads_per_byte"] <= READERS_EACH
+
+    eventually(goes_on, 60.0)

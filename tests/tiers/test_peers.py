@@ -232,6 +232,24 @@ def test_a_deletion_waits_for_a_peer_that_is_cut_off(pair: Pair) -> None:
     assert hits(b, keys, "after") == 0
 
 
+def test_nothing_is_read_at_a_peer_that_has_not_been_told_of_a_deletion(pair: Pair) -> None:
+    a, _ = pair
+    keys = a.engine.chain(CHUNKS)
+    a.engine.store(keys)
+    peer = PeerServer("a", Client(a.server.http, access_token=TOKEN), time.monotonic)
+    note = PeerNote(a.engine.attachment.filed_in.hex(), generation(a), keys[0])
+    read = PeerRead(namespace=note.namespace, generation=note.generation, keys=b"".join(keys[1:]))
+    assert peer.answer(read, Deadline(5.0)) is not None
+    os.kill(a.server.process.pid, signal.SIGSTOP)
+    assert not peer.tell_deleted(note, Deadline(0.2))
+    os.kill(a.server.process.pid, signal.SIGCONT)
+    assert peer.answer(read, Deadline(5.0)) is None
+    eventually(lambda: peer.tell_deleted(note, Deadline(5.0)))
+    assert peer.answer(read, Deadline(5.0)) is not None
+    assert a.engine.lookup(keys, "gone").hit_tokens == 0
+    peer.close()
+
+
 def test_while_a_deletion_waits_for_one_peer_the_others_are_read(tmp_path: Path) -> None:
     with nodes(tmp_path, 3) as (a, b, c):
         keys, more = a.engine.chain(CHUNKS), c.engine.chain(CHUNKS)

@@ -138,6 +138,13 @@ def chain(count: int, seed: str) -> bytes:
     return b"".join(hashlib.blake2b(f"{seed}/{at}".encode(), digest_size=32).digest() for at in range(count))
 
 
+def manifest(part_bytes: int, writers: int = 1) -> s.Manifest:
+    return s.Manifest(
+        model="bench", kv_dtype="bfloat16", layers=1, kv_heads=1, head_size=64, chunk_tokens=CHUNK_TOKENS,
+        block_tokens=CHUNK_TOKENS, groups=(s.Group(part_bytes=part_bytes),), writers=writers, tensor_parallel=writers,
+    )
+
+
 class Engine:
     """One attached member of an instance of its own, with all its ranks. All engines with the same `part_bytes` and
     `writers` share a namespace."""
@@ -148,11 +155,7 @@ class Engine:
         self.member = f"member-{name}"
         attached = client.attach(s.AttachSession(
             instance=f"{name}-{random.getrandbits(64):016x}",
-            manifest=s.Manifest(
-                model="bench", kv_dtype="bfloat16", layers=1, kv_heads=1, head_size=64, chunk_tokens=CHUNK_TOKENS,
-                block_tokens=CHUNK_TOKENS, groups=(s.Group(part_bytes=part_bytes),), writers=writers,
-                tensor_parallel=writers,
-            ),
+            manifest=manifest(part_bytes, writers),
             member=s.Member(
                 id=self.member, ranks=list(range(writers)), scheduler=True, lock_offset=self._liveness.offset
             ),

@@ -56,4 +56,7 @@ def measure(folder: Path, mib: int, rounds: int, threads: int) -> dict[str, list
                 note(disk_store_share=rates[0] / fio_rates[0], disk_load_share=rates[1] / fio_rates[1])
     finally:
         tier.close(Deadline())
-    return figures
+    return figures | {
+        name.replace("_gb_s", "_spread"): [max(rates) / min(rates)]
+        for name, rates in figures.items() if name.endswith("_gb_s")
+    }

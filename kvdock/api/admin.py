@@ -107,7 +107,10 @@ class Admin:
 
     async def tiers(self) -> TierList:
         contents = self._clears.contents
-        return TierList(tiers=await contents.of(contents.tiers))
+        return TierList(tiers=[
+            msgspec.structs.replace(one, pending_orders=self._clears.pending_orders(one.tier))
+            for one in await contents.of(contents.tiers)
+        ])
 
     async def empty_tier(self, body: EmptyTier) -> TierEmptied:
         """Raises ApiError(bad_argument)."""

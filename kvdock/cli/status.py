@@ -26,7 +26,17 @@ from kvdock.cli.render import brief, counted, duration, percent, printable, say,
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.hits import HitTotals
-from kvdock.protocol.reports import DayOfHits, Finding, MoverView, PoolView, Stats, Status, TierView, Verdict
+from kvdock.protocol.reports import (
+    DayOfHits,
+    Finding,
+    MoverView,
+    PoolView,
+    Stats,
+    Status,
+    TierContents,
+    TierView,
+    Verdict,
+)
 from kvdock.protocol.schemas import SessionView
 
 SILENT_S = 5.0
@@ -216,6 +226,11 @@ def _two_columns(rows: Iterable[tuple[str, str | Text]]) -> Table:
     return table
 
 
+def pending_in_words(tier: TierView | TierContents) -> str:
+    why = f" ({tier.pending_why})" if tier.pending_why else ""
+    return f"{tier.pending_orders:,} clears and deletions pending{why}"
+
+
 def tier_in_words(tier: TierView) -> str:
     shown = "used" if tier.state == "open" else f"{tier.state.replace('_', '-')}: {tier.why}"
     if tier.error:
@@ -227,7 +242,7 @@ def tier_in_words(tier: TierView) -> str:
     limited = tier.day_limit_bytes
     day = f", {size(tier.day_left_bytes)} of {size(limited)} a day left to write" if limited else ""
     bad = f", {tier.counters['damaged']:,} damaged" if tier.counters.get("damaged") else ""
-    pending = f", {tier.pending_orders:,} clears and deletions pending" if tier.pending_orders else ""
+    pending = f", {pending_in_words(tier)}" if tier.pending_orders else ""
     stored, loaded = (size(tier.counters.get(name, 0)) for name in ("stored_bytes", "loaded_bytes"))
     return (
         f"{shown}; {size(tier.bytes_used)}{limit} in {tier.objects:,} parts{waits}{day}; "

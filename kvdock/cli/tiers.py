@@ -31,13 +31,15 @@ def tiers(context: typer.Context, server: Server = "", as_json: AsJson = False) 
     """List what lower tiers have of each namespace, or remove it.
 
     A line for each namespace and tier: the model, the user whose server used it last, chunks, bytes, and how long ago a
-    server last served it, by the hour. Object stores, folders and a disk can list.
+    server last served it, by the hour. Object stores, folders and a disk can list. Clears and deletions that a tier has
+    not carried out yet are counted, with the reason.
     """
     if context.invoked_subcommand is not None:
         context.obj = TiersOptions(server, as_json)
         return
     from kvdock.cli.client import LONG_TIMEOUT_S, print_json, reached
     from kvdock.cli.render import say
+    from kvdock.cli.status import pending_in_words
 
     with reached(server) as client:
         found = client.tiers(timeout_s=LONG_TIMEOUT_S)
@@ -51,6 +53,8 @@ def tiers(context: typer.Context, server: Server = "", as_json: AsJson = False) 
             say(console(), f"{one.tier}: {one.error}")
         elif not one.namespaces:
             say(console(), f"{one.tier}: it has nothing")
+        if one.pending_orders:
+            say(console(), f"{one.tier}: {pending_in_words(one)}")
     if any(one.namespaces for one in found.tiers):
         say(console(), _table(found.tiers))
 

@@ -11,6 +11,7 @@ from kvdock.protocol.wire_types import MAX_NAME, Answer, Body, Checksum, Key, St
 MAX_NOTES: Final = 256
 MAX_LEASES: Final = 1024
 MAX_WAIT_S: Final = 1.0
+MAX_DEPTH: Final = 16
 MAX_GENERATION: Final = (1 << 53) - 1
 """JSON readers hold no larger integers exactly."""
 Generation = Annotated[int, msgspec.Meta(ge=0, le=MAX_GENERATION)]
@@ -42,8 +43,9 @@ class PeerRead(Body, kw_only=True, omit_defaults=True):
     `address`: of the caller's Transfer Engine, from which it reads; "": it only asks which parts are there. `releases`:
     earlier leases whose reads have ended. `wait_s`: while the pool lacks the first chunk and this node is loading it,
     the answer may come so much later. `claimer`: the name of the caller's node, which is about to load the chunks from
-    a store, unless another node does; it reads nothing. The last two are only sent to a server that tells its `node`.
-    """
+    a store, unless another node does; it reads nothing. `depth`: the caller's, among the nodes that want a prefix: it
+    waits for what comes at nodes of a smaller depth alone, so no two wait for each other. The last three are only sent
+    to a server that tells its `node`."""
 
     namespace: Key
     generation: Generation
@@ -52,6 +54,7 @@ class PeerRead(Body, kw_only=True, omit_defaults=True):
     releases: Annotated[list[int], msgspec.Meta(max_length=MAX_LEASES)] = msgspec.field(default_factory=list)
     wait_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_WAIT_S)] = 0.0
     claimer: Annotated[str, msgspec.Meta(max_length=MAX_NAME)] = ""
+    depth: Annotated[int, msgspec.Meta(ge=0, le=MAX_DEPTH)] = 1
 
 
 class PeerPart(Answer, array_like=True, gc=False):
@@ -68,8 +71,9 @@ class PeerReadAnswer(Answer, kw_only=True):
     """`engine`: the name of the Transfer Engine that has the memory; "": there is none. `lease`: the chunks stay where
     they are until it is released, or for `lease_s` seconds; 0: nothing is leased. `chunks`: the parts of each key's
     chunk; an empty list where the pool lacks the chunk. `node`: the name of this node among its peers; "": it is not
-    known yet. `coming`: how many of the first chunks this node is loading from a store. `loader`:
-    where the call had a `claimer`, the name of the node that loads the chunks."""
+    known yet. `coming`: how many of the first chunks this node is loading, and the caller may wait for. `source`,
+    `depth`, `nodes`: where the call had a `claimer`, the name of the node from which it reads the chunks, "" for a
+    store, its depth, and how many nodes want them so far."""
 
     engine: str = ""
     lease: int = 0
@@ -77,4 +81,6 @@ class PeerReadAnswer(Answer, kw_only=True):
     chunks: list[list[PeerPart]] = msgspec.field(default_factory=list)
     node: str = ""
     coming: int = 0
-    loader: str = ""
+    source: str = ""
+    depth: int = 0
+    nodes: int = 1

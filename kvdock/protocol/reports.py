@@ -270,7 +270,10 @@ class TierView(Answer, kw_only=True):
     queued_bytes: int = 0
     """Bytes of chunks that wait to be written."""
     pending_orders: int = 0
-    """Clears and deletions that it has not carried out yet. It is not used for their namespaces until then."""
+    """Clears and deletions that it has not carried out yet. It is not used for their namespaces until then; of other
+    nodes' pools, only those are not that have not been told."""
+    pending_why: str = ""
+    """Why the first of them is not carried out. Only for callers with the scope `read`."""
     load_bytes_per_s: float = 0.0
     """How fast loads are expected to go, as learned from earlier ones; 0 until the tier is open."""
     load_latency_s: float = 0.0
@@ -305,6 +308,9 @@ class TierContents(Answer, kw_only=True):
     """How many records this call has removed."""
     error: str = ""
     """Why it is not known what the tier has; "": it is known."""
+    pending_orders: int = 0
+    """Clears and deletions that the tier has not carried out yet, and is asked for again and again."""
+    pending_why: str = ""
 
 
 WAIT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

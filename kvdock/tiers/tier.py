@@ -67,6 +67,11 @@ class ReadOnly(TierError):
     """The tier works, but nothing in it can be changed."""
 
 
+class NotEverywhere(TierError):
+    """A change of a note holds here, and some of the nodes that share their pools do not know it yet. Those are not
+    read until they do."""
+
+
 class StillRunning(TierError):
     """A verb has failed, and may still use a slot. Only the end of the process stops it."""
 
@@ -314,35 +319,48 @@ class Registers(Protocol):
 
 class Coming(NamedTuple):
     """Which of some chunks another node has and loads. `there`: how many of them, from the first, its pool has; `lease`
-    holds them there. `expected`: how many, from the first, it is loading from a store."""
+    holds them there. `expected`: how many, from the first, it is loading for itself."""
 
     there: int
     expected: int
     lease: int
 
 
+class Place(NamedTuple):
+    """A node's place among those that want one prefix. `source`: the node that it reads it from; "": it loads it from a
+    store itself. `depth`: how many nodes what it reads has passed before. `nodes`: how many want the prefix so far."""
+
+    source: str
+    depth: int
+    nodes: int = 1
+
+
+AT_STORE: Final = Place("", 0)
+
+
 @runtime_checkable
 class SharesPool(Protocol):
     """A tier that is the pools of other nodes: nothing is written to it. They read this node's pool by its engine.
-    `node`: the name of this node among them."""
+    `node`: the name of this node among them. `are_many`: whether to ask all of them costs more than to ask one before.
+    """
 
     node: str
+    are_many: bool
 
     def admit(self, address: str) -> str:
         """The engine at this address may read registered memory. Returns the name of this node's engine. Raises
         ValueError: it is no IP address."""
 
-    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> str:
-        """The node `claimer` is about to load the chunk and those after it from a store. Returns the node that does."""
+    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> Place:
+        """The node `claimer` is about to load the chunk and those after it from a store. Returns its place."""
 
-    def claim(self, name: PartName, deadline: Deadline) -> str:
-        """This node is about to load the part's chunk and those after it from a store. Returns the name of another node
-        that loads them now; "": this one should."""
+    def claim(self, name: PartName, deadline: Deadline) -> Place:
+        """This node is about to load the part's chunk and those after it from a store. Returns its place."""
 
-    def coming(self, node: str, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
-        """What the node has and loads of some chunks, each with the name of one part, all of one namespace. Waits for
-        the first of them while it is being loaded there. Ends the `lease` of an earlier call; 0: there is none. None:
-        the node does not answer."""
+    def coming(self, at: Place, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
+        """What the source has, and what comes there, of some chunks, each with the name of one part, all of one
+        namespace. Waits for the first of them while it is coming there. Ends the `lease` of an earlier call; 0: there
+        is none. None: the source does not answer."""
 
     def release(self, node: str, lease: int, name: PartName) -> None:
         """Ends a lease of coming(). `name`: of one of its parts."""
@@ -386,7 +404,8 @@ class Tier(Protocol):
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
         """Changes the namespace's note in one step, and returns the new one. Raises TierError if it is not known
-        whether the note has changed, ReadOnly if notes cannot be changed."""
+        whether the note has changed, NotEverywhere if it has to be told again, ReadOnly if notes cannot be changed.
+        """
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
         """The namespaces that have a note, as far as the tier can list them. Raises TierError."""

@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "L10", "answers that come too late are no failure", "kvdock/tiers/mover/tier_handle.py",
-        "if why := judge(found):", "if (why := judge(found)) and False:",
+        "why = judge(found)\n", "why = judge(found) and ''\n",
         (HANDLES,), "test_answers_that_come_too_late_or_fail_take_a_tier_off",
     ),
     Mutant(

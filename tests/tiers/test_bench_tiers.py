@@ -13,8 +13,10 @@ from paths import ROOT
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(240)]
 
-DISK = {"disk_store_gb_s", "disk_load_gb_s"}
-FIO = {"fio_write_gb_s", "fio_read_gb_s", "disk_store_share", "disk_load_share"}
+DISK = {"disk_store_gb_s", "disk_load_gb_s", "disk_store_spread", "disk_load_spread"}
+FIO = {
+    "fio_write_gb_s", "fio_read_gb_s", "fio_write_spread", "fio_read_spread", "disk_store_share", "disk_load_share",
+}
 LOOKUPS = {
     "lookup_512_idle_tier_ms", "lookup_512_no_tier_ms", "lookup_ratio_under_load", "lookup_ratio_beside_other_work",
 }

@@ -404,3 +404,16 @@ def test_what_cannot_be_read_is_not_copied(folder: Path, parts: Parts) -> None:
         assert there(tier, [*batch, *more]) == [at != 2 for at in range(11)]
         assert outcomes_of(tier, [cut]) == [Outcome.DAMAGED]
         assert_loads(tier, batch[:2] + batch[3:])
+
+
+@pytest.mark.parametrize(("pages", "writes"), [(1, 1), (1024, 1), (1025, 2), (2048, 2), (2560, 3), (8192, 8)])
+def test_the_header_of_a_record_takes_no_write_of_its_own(tmp_path: Path, pages: int, writes: int) -> None:
+    io = Io(direct=False, threads=2)
+    header, part = (memoryview(bytearray(os.urandom(PAGE_BYTES * count))) for count in (1, pages))
+    fd = io.open(tmp_path / "file", create=True)
+    begun = io.begin(io.write, fd, [header, part], 0)
+    assert begun.end() and len(begun) == writes
+    back = [memoryview(bytearray(len(one))) for one in (header, part)]
+    assert io.begin(io.read, fd, back, 0).end() and back == [header, part]
+    os.close(fd)
+    io.close()

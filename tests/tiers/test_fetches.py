@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
 from api_helpers import ServerProcess, eventually
@@ -13,16 +14,16 @@ from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_notes import KeptNotes
 from tier_server import PART, POOL, POOL_CHUNKS
 
-from kvdock.protocol.mover_schemas import Generation
+from kvdock.protocol.mover_schemas import Generation, Promise
 from kvdock.shm.checksum import checksum
 from kvdock.tiers.mover.agreement import Agreement, AgreementObserver
 from kvdock.tiers.mover.fetches import AHEAD_BATCH_BYTES, ASKED_AT_ONCE, Fetch, Fetches, FetchObserver, Wanted
-from kvdock.tiers.mover.herds import Following
+from kvdock.tiers.mover.herds import SLOWER, STALL_S, STALLED, Following
 from kvdock.tiers.mover.namespaces import NamespaceSession
 from kvdock.tiers.mover.tier_handle import ABSENT_TIMES, MOST_ABSENT_S, Absent, TierHandle
 from kvdock.tiers.record import PartName
 from kvdock.tiers.stores.peers.tier import CALL_S
-from kvdock.tiers.tier import Coming, Deadline, Loaded, Outcome, ToLoad, ToStore, Usage
+from kvdock.tiers.tier import AT_STORE, Coming, Deadline, Loaded, Outcome, Place, ToLoad, ToStore, Usage
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
 
@@ -102,30 +103,89 @@ def news() -> list[int]:
 
 
 @pytest.fixture
-def fetches(
-    engine: TierEngine, tier: HeldTier, space: NamespaceSession, ended: list[Fetch], news: list[int]
+def promises() -> list[Promise]:
+    return []
+
+
+@pytest.fixture
+def observer(ended: list[Fetch], news: list[int], promises: list[Promise]) -> FetchObserver:
+    return FetchObserver(
+        promised=promises.append, ended=ended.append, loaded=lambda handle, fetch, keys: None,
+        lacked=lambda handle, namespace, keys: None, progressed=lambda: news.append(0),
+    )
+
+
+@contextmanager
+def fetching(
+    engine: TierEngine, space: NamespaceSession, tiers: Sequence[HeldTier], observer: FetchObserver
 ) -> Iterator[Fetches]:
-    handle = TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
     agreement = Agreement(
         lambda: [space.digest],
         AgreementObserver(note_changed=lambda change: None, order_done=lambda done: None, renewed=lambda tier: None),
     )
     agreement.follow([Generation(namespace=space.digest.hex(), generation=1, edition=0)])
-    agreement.use(handle)
-    observer = FetchObserver(
-        promised=lambda promise: None, ended=ended.append, loaded=lambda handle, fetch, keys: None,
-        lacked=lambda handle, namespace, keys: None, progressed=lambda: news.append(coming()),
-    )
-
-    def coming() -> int:
-        return sum(made.coming(space.digest, fetch.wanted.keys) for fetch in list(made._running))
-
-    made = Fetches([handle], engine.client, agreement, observer, pool_bytes=POOL)
+    handles = [TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None) for tier in tiers]
+    for handle in handles:
+        agreement.use(handle)
+    made = Fetches(handles, engine.client, agreement, observer, pool_bytes=POOL)
     yield made
-    tier.close(Deadline(1.0))
+    for tier in tiers:
+        tier.close(Deadline(1.0))
     made.close()
     agreement.close()
-    handle.close(Deadline(1.0))
+    for handle in handles:
+        handle.close(Deadline(1.0))
+
+
+@pytest.fixture
+def fetches(
+    engine: TierEngine, tier: HeldTier, space: NamespaceSession, observer: FetchObserver, news: list[int]
+) -> Iterator[Fetches]:
+    def coming() -> int:
+        return sum(made.coming(space.digest, fetch.wanted.keys, 1) for fetch in list(made._running))
+
+    with fetching(engine, space, [tier], observer._replace(progressed=lambda: news.append(coming()))) as made:
+        yield made
+
+
+class FailedPools(HeldTier):
+    """The pools of other nodes, which have every chunk, and fail at each load."""
+
+    name, node, are_many = "peers", "a", False
+
+    def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
+        return [Loaded(Outcome.FAILED)] * len(parts)
+
+    def admit(self, address: str) -> str:
+        return ""
+
+    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> Place:
+        return AT_STORE
+
+    def claim(self, name: PartName, deadline: Deadline) -> Place:
+        return AT_STORE
+
+    def coming(self, at: Place, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
+        return None
+
+    def release(self, node: str, lease: int, name: PartName) -> None: ...
+
+
+def test_what_a_store_gives_in_place_of_other_nodes_was_promised_before(
+    engine: TierEngine, tier: HeldTier, space: NamespaceSession, observer: FetchObserver, promises: list[Promise],
+    ended: list[Fetch],
+) -> None:
+    keys, pools = engine.chain(6), FailedPools(engine)
+    pools.lacks = tier.lacks = {keys[5]}
+    tier.held[keys[0]].set()
+    with fetching(engine, space, [pools, tier], observer) as made:
+        made.start(Fetch(Wanted(space, keys, 0, ticket=7), 60.0))
+        eventually(lambda: len(promises) == 1)
+        tier.lacks = set()  # another node has stored it meanwhile
+        eventually(lambda: bool(ended), 30.0)
+    assert [(one.ticket, one.chunks, one.tier) for one in promises] == [(7, 5, "peers")]
+    assert [fetch.loaded for fetch in ended] == [5]
+    assert engine.lookup(keys, "is there").hit_tokens == 5 * CHUNK_TOKENS
 
 
 def test_what_requests_wait_for_goes_before_what_comes_ahead_of_them(
@@ -199,20 +259,22 @@ class OtherPool:
     `left_s`: how long each could take, in seconds."""
 
     def __init__(self, answers: int) -> None:
-        self.node, self.now_s, self._answers = "b", 100.0, answers
+        self.node, self.are_many, self.now_s, self._answers = "b", False, 100.0, answers
         self.left_s: list[float] = []
+        self.place = AT_STORE
+        """What claim() returns."""
         self.released: list[int] = []
 
     def admit(self, address: str) -> str:
         return ""
 
-    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> str:
-        return claimer
+    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> Place:
+        return AT_STORE
 
-    def claim(self, name: PartName, deadline: Deadline) -> str:
-        return ""
+    def claim(self, name: PartName, deadline: Deadline) -> Place:
+        return self.place
 
-    def coming(self, node: str, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
+    def coming(self, at: Place, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
         self.left_s.append(deadline.left_s)
         self.now_s += 0.12
         return Coming(0, len(names), 7) if len(self.left_s) <= self._answers else None
@@ -221,17 +283,37 @@ class OtherPool:
         self.released.append(lease)
 
 
-@pytest.mark.parametrize("answers", [2, 9])
-def test_another_node_is_asked_only_while_it_can_wait_and_keeps_no_lease(tier: HeldTier, answers: int) -> None:
-    """Its lease ends, though its last answer did not come."""
+@pytest.mark.parametrize(("answers", "depth", "calls"), [(2, 1, 3), (9, 1, 3), (9, 2, 8)])
+def test_another_node_is_asked_only_while_it_can_wait_and_keeps_no_lease(
+    tier: HeldTier, answers: int, depth: int, calls: int
+) -> None:
+    """Its lease ends, though its last answer did not come. With one more node between, it is given as much time again.
+    """
     pool, handle = OtherPool(answers), TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
     names = [PartName(bytes(32), bytes([at]) * 32, 0, 0) for at in range(4)]
-    following = Following(pool, "a", handle, names, chunk_bytes=PART, clock=lambda: pool.now_s)
+    following = Following(pool, Place("a", depth), handle, names, chunk_bytes=PART, clock=lambda: pool.now_s)
     assert following.there(0, 4, Deadline(60.0)) == 0
     following.close()
     handle.close(Deadline(1.0))
-    assert len(pool.left_s) == 3 and all(left_s > 1.4 * CALL_S for left_s in pool.left_s)
+    assert len(pool.left_s) == calls and all(left_s > 1.4 * CALL_S for left_s in pool.left_s)
     assert pool.released == [7]
+
+
+@pytest.mark.parametrize(("nodes", "calls"), [(1, 1), (2, 2), (9, 3)])
+def test_another_node_may_be_slower_than_the_store_where_more_nodes_would_share_it(
+    tier: HeldTier, nodes: int, calls: int
+) -> None:
+    """How many there are by now is asked before nothing more is read there."""
+    pool, handle = OtherPool(9), TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
+    handle.fetches.count, handle.speed.latency_s, handle.speed.rate = 1, 0.0, 4 * PART / 0.125
+    names = [PartName(bytes(32), bytes([at]) * 32, 0, 0) for at in range(4)]
+    following = Following(pool, Place("a", 1), handle, names, chunk_bytes=PART, clock=lambda: pool.now_s)
+    pool.now_s += STALL_S - 0.1
+    following.came()
+    pool.place = Place("a", 1, nodes)
+    assert following.there(0, 4, Deadline(60.0)) == 0
+    handle.close(Deadline(1.0))
+    assert (len(pool.left_s), following.why) == (calls, SLOWER if nodes < 9 else STALLED)
 
 
 @pytest.mark.parametrize(("has", "calls"), [(0, 1), (1, 2), (17, 2), (100, 2), (255, 2), (256, 1)])

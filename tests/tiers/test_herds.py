@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -28,9 +29,16 @@ from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import EvictChunks
 from kvdock.protocol.peer_schemas import MAX_WAIT_S, PeerNote, PeerNotes, PeerRead, PeerReadAnswer
 from kvdock.protocol.schemas import LookupAnswer
-from kvdock.tiers.stores.peers.claims import CLAIM_S, MOST_CLAIMS, Claims, keeper_of
+from kvdock.tiers.stores.peers.claims import (
+    CLAIM_S,
+    MOST_CLAIMS,
+    MOST_NODES,
+    READERS_EACH,
+    Claims,
+    keeper_of,
+)
 from kvdock.tiers.stores.peers.tier import ASK_S, PeerServer
-from kvdock.tiers.tier import Deadline
+from kvdock.tiers.tier import AT_STORE, Deadline, Place
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 
@@ -144,7 +152,7 @@ def loads(made: Herd, at: int, keys: list[bytes], request: str) -> None:
 
 def asked(
     node: PeerNode, keys: list[bytes], claimer: str = "", wait_s: float = 0.0, address: str = "", later: int = 0,
-    server: str = "",
+    server: str = "", depth: int = 1,
 ) -> PeerReadAnswer:
     """As another node asks, whose generation is `later` higher. `server`: another address of the node's server."""
     namespace = node.engine.attachment.filed_in.hex()
@@ -152,7 +160,7 @@ def asked(
         (generation,) = client.peer_notes(PeerNotes(notes=[PeerNote(namespace, 0)])).generations
         return client.peer_read(PeerRead(
             namespace=namespace, generation=generation + later, keys=b"".join(keys), claimer=claimer, wait_s=wait_s,
-            address=address,
+            address=address, depth=depth,
         ))
 
 
@@ -223,7 +231,7 @@ def test_what_the_other_node_does_not_load_comes_from_the_store(pair: Herd) -> N
     eventually(lambda: follows(pair, 4) == (SIZE, 4 * PART), 60.0)
 
 
-def test_nobody_waits_for_a_node_that_waits_for_another(pair: Herd) -> None:
+def test_only_nodes_further_from_the_store_wait_for_a_node_that_follows_another(pair: Herd) -> None:
     a, b = pair.nodes
     keys = pair.stored()
     assert asked(a, keys).coming == 0
@@ -231,10 +239,11 @@ def test_nobody_waits_for_a_node_that_waits_for_another(pair: Herd) -> None:
     assert asked(a, keys).coming == CHUNKS
     assert asked(a, keys, later=1).coming == 0, "what comes was cleared there"
     begin(b, keys, "second")
-    assert asked(b, keys).coming == 0
+    eventually(lambda: asked(b, keys).coming == 0)
+    assert asked(b, keys, depth=2).coming == CHUNKS and asked(a, keys, depth=0).coming == 0
     pair.stores[0].thaw()
     assert end(b, keys, "second").hit_tokens == end(a, keys, "first").hit_tokens == TOKENS
-    assert asked(a, keys).coming == 0
+    assert asked(a, keys).coming == asked(b, keys, depth=2).coming == 0
 
 
 def test_of_many_that_wait_some_are_told_at_once_that_no_more_comes(pair: Herd) -> None:
@@ -255,17 +264,17 @@ def test_of_many_that_wait_some_are_told_at_once_that_no_more_comes(pair: Herd) 
     assert asked(a, keys).coming == CHUNKS
 
 
-def test_a_node_that_answers_late_to_a_short_question_keeps_its_name(pair: Herd, tmp_path: Path) -> None:
+def test_a_node_that_answers_late_to_a_short_question_keeps_its_name(pair: Herd) -> None:
     a, _ = pair.nodes
-    peer = PeerServer(a.server.http.removeprefix("http://"), str(tmp_path / "node1" / "token"), time.monotonic)
+    peer = PeerServer("a", Client(a.server.http, access_token=TOKEN), time.monotonic)
     read = PeerRead(namespace=a.engine.attachment.filed_in.hex(), generation=1, keys=b"")
     eventually(lambda: peer.answer(read, Deadline(ASK_S)) is not None)
     name = peer.node
     os.kill(a.server.process.pid, signal.SIGSTOP)
     try:
-        assert peer.answer(read, Deadline(0.2), may_be_late=True) is None
+        assert peer.answer(read, Deadline(0.2)) is None and peer.notes([], Deadline(0.2)) is None
         assert peer.node == name != "" and not peer.is_resting
-        assert peer.answer(read, Deadline(2 * ASK_S), may_be_late=True) is None
+        assert peer.answer(read, Deadline(2 * ASK_S)) is None
         assert peer.node == "" and peer.last_node == name and peer.is_resting
     finally:
         os.kill(a.server.process.pid, signal.SIGCONT)
@@ -351,8 +360,8 @@ def test_a_node_goes_on_at_once_when_the_other_one_does_not_load(pair: Herd) -> 
     keys = pair.stored()
     names = [asked(node, keys).node for node in pair.nodes]
     for node in pair.nodes:
-        assert asked(node, keys, claimer=names[0]).loader == names[0]
-        assert asked(node, keys, claimer=names[1]).loader == names[0]
+        assert asked(node, keys, claimer=names[0]).source == ""
+        assert asked(node, keys, claimer=names[1]).source == names[0]
     began_s = time.monotonic()
     begin(b, keys, "second")
     ends_for_itself(pair, keys, began_s)
@@ -385,15 +394,35 @@ def test_a_node_without_the_store_does_not_keep_others_from_it(tmp_path: Path) -
 def test_the_first_that_claims_loads_until_its_claim_is_over() -> None:
     now_s = 100.0
     claims = Claims(lambda: now_s)
-    space, key = bytes(32), bytes(31) + b"\1"
-    assert [claims.claim(space, 1, key, node) for node in ("a", "b", "a")] == ["a"] * 3
-    assert claims.claim(b"\1" * 32, 1, key, "b") == "b", "of another namespace"
-    assert claims.claim(space, 2, key, "b") == "b", "after a clear"
+    space, key, from_a = bytes(32), bytes(31) + b"\1", Place("a", 1, 2)
+    assert [claims.claim(space, 1, key, node) for node in ("a", "b", "a")] == [AT_STORE, from_a, AT_STORE]
+    assert claims.claim(b"\1" * 32, 1, key, "b") == AT_STORE, "of another namespace"
+    assert claims.claim(space, 2, key, "b") == AT_STORE, "after a clear"
     now_s += CLAIM_S
-    assert [claims.claim(space, 1, key, node) for node in ("b", "a")] == ["b", "b"]
+    assert [claims.claim(space, 1, key, node) for node in ("b", "a")] == [AT_STORE, Place("b", 1, 2)]
     for number in range(MOST_CLAIMS):
         claims.claim(space, 1, b"\7" + number.to_bytes(31, "big"), "c")
-    assert claims.claim(space, 1, key, "a") == "a", "the oldest is forgotten"
+    assert claims.claim(space, 1, key, "a") == AT_STORE, "the oldest is forgotten"
+
+
+def test_few_nodes_read_from_each_and_none_is_far_from_the_one_that_loads() -> None:
+    claims, nodes_of = Claims(lambda: 100.0), [f"node{at}" for at in range(40)]
+    places = {node: claims.claim(bytes(32), 1, bytes(32), node) for node in nodes_of}
+    sources = Counter(place.source for place in places.values())
+    assert sources.pop("") == 1 and max(sources.values()) == READERS_EACH
+    for node, place in places.items():
+        again = claims.claim(bytes(32), 1, bytes(32), node)
+        assert again[:2] == place[:2] and again.nodes in (1, 40), "it asks once more"
+        if place.source:
+            assert place.depth == places[place.source].depth + 1 <= 5, "so nobody waits for one that waits for it"
+
+
+def test_a_crowd_of_names_takes_no_more_memory() -> None:
+    claims = Claims(lambda: 100.0)
+    for number in range(3 * MOST_NODES):
+        assert claims.claim(bytes(32), 1, bytes(32), f"node{number}").depth < 9
+    (herd,) = claims._herds.values()
+    assert len(herd.nodes) <= MOST_NODES + 1
 
 
 def test_all_nodes_have_the_same_keeper_and_one_that_goes_moves_its_own_keys_alone() -> None:

@@ -6,15 +6,17 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api_helpers import ServerProcess, access_file, eventually
+from api_helpers import OPERATOR, ServerProcess, access_file, eventually
 from paths import ROOT
 from peer_nodes import PART, TOKEN, PeerNode, nodes
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
@@ -26,7 +28,8 @@ from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, EvictChunks
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.peer_schemas import PeerNote, PeerNotes, PeerRead, PeerReadAnswer
 from kvdock.tiers.stores.peers.engine import Engine, PeersSettings
-from kvdock.tiers.tier import TierUrlError, address_of
+from kvdock.tiers.stores.peers.tier import PeerServer
+from kvdock.tiers.tier import Deadline, TierUrlError, address_of
 
 pytestmark = [pytest.mark.tiers, pytest.mark.security, pytest.mark.timeout(120)]
 
@@ -229,6 +232,46 @@ def test_a_deletion_waits_for_a_peer_that_is_cut_off(pair: Pair) -> None:
     assert hits(b, keys, "after") == 0
 
 
+def test_nothing_is_read_at_a_peer_that_has_not_been_told_of_a_deletion(pair: Pair) -> None:
+    a, _ = pair
+    keys = a.engine.chain(CHUNKS)
+    a.engine.store(keys)
+    peer = PeerServer("a", Client(a.server.http, access_token=TOKEN), time.monotonic)
+    note = PeerNote(a.engine.attachment.filed_in.hex(), generation(a), keys[0])
+    read = PeerRead(namespace=note.namespace, generation=note.generation, keys=b"".join(keys[1:]))
+    assert peer.answer(read, Deadline(5.0)) is not None
+    os.kill(a.server.process.pid, signal.SIGSTOP)
+    assert not peer.tell_deleted(note, Deadline(0.2))
+    os.kill(a.server.process.pid, signal.SIGCONT)
+    assert peer.answer(read, Deadline(5.0)) is None
+    eventually(lambda: peer.tell_deleted(note, Deadline(5.0)))
+    assert peer.answer(read, Deadline(5.0)) is not None
+    assert a.engine.lookup(keys, "gone").hit_tokens == 0
+    peer.close()
+
+
+def test_while_a_deletion_waits_for_one_peer_the_others_are_read(tmp_path: Path) -> None:
+    with nodes(tmp_path, 3) as (a, b, c):
+        keys, more = a.engine.chain(CHUNKS), c.engine.chain(CHUNKS)
+        a.engine.store(keys)
+        comes(b, keys, "before")
+        os.kill(a.server.process.pid, signal.SIGSTOP)
+        gone = DeleteChunks(namespace=namespace_of(b.engine), keys=[keys[0].hex()])
+        assert b.engine.client.delete(gone).pending_tiers == ["peers"]
+        c.engine.store(more)
+        eventually(lambda: hits(b, more, random.randbytes(8).hex()) == TOKENS, 30.0)
+
+        def is_shown() -> bool:
+            (tier,) = b.engine.client.tiers().tiers
+            return tier.pending_orders == 1 and a.server.http.removeprefix("http://") in tier.pending_why
+
+        eventually(is_shown, 30.0)
+        os.kill(a.server.process.pid, signal.SIGCONT)
+        eventually(lambda: a.engine.lookup(keys, "gone").hit_tokens == 0, 60.0)
+        eventually(lambda: b.engine.client.tiers().tiers[0].pending_orders == 0, 30.0)
+        assert hits(b, keys, "after") == 0
+
+
 # ------------------------------------------------------------------ strangers
 
 
@@ -309,6 +352,20 @@ def test_a_peer_that_is_frozen_costs_no_more_than_the_wait_and_comes_back(pair: 
     os.kill(frozen, signal.SIGCONT)
     tries = itertools.count()
     eventually(lambda: hits(b, more, f"again-{next(tries)}") == TOKENS, 60.0)
+
+
+def test_a_peer_that_is_busy_has_not_failed() -> None:
+    """All its connections are in use."""
+    read = PeerRead(namespace="00" * 32, generation=1, keys=b"")
+    with ServerProcess(tcp_connections=2) as server:
+        peer = PeerServer("busy", Client(server.http, access_token=OPERATOR), time.monotonic)
+        with Client(server.http, access_token=OPERATOR) as one, Client(server.http, access_token=OPERATOR) as other:
+            assert one.status() and other.status()
+            assert peer.answer(read, Deadline(1.0)) is None
+            assert not peer.is_resting and "too_busy" not in peer.why
+        eventually(lambda: peer.answer(read, Deadline(1.0)) is None and peer.is_resting)
+        assert "forbidden" in peer.why or "peers_url" in peer.why
+        peer.close()
 
 
 def test_a_peer_that_is_killed_is_a_miss_and_the_next_one_is_found(tmp_path: Path) -> None:

@@ -5,22 +5,29 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 
 import pytest
 from tier_helpers import Part, Parts, eventually
 from tier_notes import KeptNotes
 
 from kvdock.tiers.mover.tier_handle import (
+    ENOUGH_BYTES,
+    FIRST_RATE,
     FIRST_REST_S,
     LATE_S,
     LONGEST_REST_S,
     MEASURE_S,
     MEASURED_BYTES,
     MOST_FAILURES,
+    PROBE_S,
     QUICK_S,
+    SURE_S,
     UNRETURNED,
+    Speed,
     TierHandle,
 )
+from kvdock.tiers.notes import Note
 from kvdock.tiers.record import PartName, Record
 from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
 
@@ -155,6 +162,73 @@ def test_calls_that_do_not_return_take_a_tier_off(
     eventually(lambda: not handle._late())
     tried(handle, clock)
     assert not handle.breaker.is_open
+
+
+class SlowTier(MemoryTier):
+    """A verb takes `takes_s` on the clock. What is not done by the deadline is late."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(clock)
+        self.takes_s = 0.0
+
+    def _in_time(self, deadline: Deadline) -> bool:
+        left_s = deadline.left_s
+        self._clock.now_s += min(self.takes_s, left_s)
+        return self.takes_s <= left_s
+
+    def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
+        return [self._in_time(deadline)] * len(names)
+
+    def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
+        return [Loaded(Outcome.DONE if self._in_time(deadline) else Outcome.LATE)] * len(parts)
+
+    def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
+        if not self._in_time(deadline):
+            raise TierError(self.name, "it does not answer in time")
+        return super().notes(namespaces, deadline)
+
+
+@pytest.mark.parametrize("verb", ["exists", "load", "notes"])
+def test_a_tier_that_is_slow_to_answer_has_not_failed_and_one_that_does_not_answer_has(
+    clock: Clock, part: Part, verb: str
+) -> None:
+    tier = SlowTier(clock)
+    handle = TierHandle(tier, clock=clock, lost=lambda error: None)
+    calls: dict[str, Callable[[Deadline], object]] = {
+        "exists": lambda deadline: handle.exists([part.name], deadline),
+        "load": lambda deadline: handle.load([part.to_load()], deadline).result(30.0),
+        "notes": lambda deadline: handle.notes([bytes(32)], deadline),
+    }
+
+    def is_off() -> bool:
+        """After requests that have little time."""
+        for _ in range(2 * MOST_FAILURES):
+            with suppress(TierError):
+                calls[verb](Deadline(SURE_S / 2, clock))
+            if handle.breaker.is_open:
+                break
+            handle.probe(may_measure=False)
+            assert handle._probe is not None, "the tier is tried with more time"
+            handle._probe.result(30.0)
+        return handle.breaker.is_open
+
+    tier.takes_s = 0.8 * SURE_S
+    assert not is_off() and handle.counters["failures"] == 0
+    tier.takes_s = 2 * PROBE_S
+    assert is_off() and handle.counters["failures"] == 1
+    handle.close(Deadline(1.0))
+
+
+def test_a_small_load_shows_no_rate_and_a_large_one_does() -> None:
+    speed = Speed()
+    for _ in range(100):
+        speed.learn(64 << 10, 0.01)
+    assert speed.rate == FIRST_RATE and speed.latency_s == pytest.approx(0.01, rel=0.01)
+    speed.learn(ENOUGH_BYTES, 0.02)
+    assert speed.rate == ENOUGH_BYTES / 0.02
+    for _ in range(100):
+        speed.learn(64 << 10, 0.01)
+    assert speed.rate == ENOUGH_BYTES / 0.02
 
 
 def test_a_tier_whose_store_does_not_return_stays_off(

@@ -164,7 +164,8 @@ class Overview:
             reservations=stats["reservations"],
             counters=msgspec.structs.asdict(self._totals.totals()),
             tiers=[
-                tier if peer.may("read") else msgspec.structs.replace(tier, error="") for tier in self._lower.tiers()
+                tier if peer.may("read") else msgspec.structs.replace(tier, error="", pending_why="")
+                for tier in self._lower.tiers()
             ],
             mover=self._lower.mover(),
             hits=self._totals.hits.total.view(),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from kvdock.tiers.disk.folder import TIER
-from kvdock.tiers.tier import PAGE_BYTES, ReadOnly, TierError
+from kvdock.tiers.tier import PAGE_BYTES, ReadOnly, TierError, pages_bytes
 
 PIECE_BYTES: Final = 4 << 20
 MOST_RUN: Final = 256
@@ -73,8 +73,11 @@ def _behind(buffers: list[memoryview], moved: int) -> list[memoryview]:
 
 
 def _pieces(buffers: Sequence[memoryview], most_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:
-    """(offset, buffers) of each piece of at most `most_bytes`, a multiple of PAGE_BYTES."""
-    begin, rest = 0, list(buffers)
+    """(offset, buffers) of pieces of about `most_bytes`, of whole pages. All are about as long: the page of a record's
+    header makes no piece of its own."""
+    begin, rest, whole = 0, list(buffers), sum(map(len, buffers))
+    count = max(1, -(-(whole - PAGE_BYTES) // most_bytes))
+    most_bytes = pages_bytes(-(-whole // count))
     while rest:
         piece, left = [], most_bytes
         for buffer in rest:

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvdock.protocol.mover_schemas import Generation, NoteChange, Order, OrderDone, split_keys
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.notes import LEASE, Note, begins, deletes, raises
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import Deadline, Sweeps, TierError
+from kvdock.tiers.tier import Deadline, NotEverywhere, Sweeps, TierError
 
 log = logging.getLogger("kvdock.tiers")
 
@@ -37,8 +39,10 @@ SWEEP_S = 0.2
 SWEEP_PAUSE_S = 1.0
 AGREE_S = 2.0
 """The longest that a request waits until pool and tier agree."""
-RETRY_S = 0.2
-"""The pause between two tries to carry out an order."""
+RETRY_S, LONGEST_RETRY_S = 0.2, 5.0
+"""The pause before orders that could not be carried out are tried again: at first, and at most. It doubles with each
+try."""
+SHORTEST_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,24 @@ class AgreedNote:
 
     note: Note
     edition: int
+
+
+@dataclass
+class _Retry:
+    """When a tier's orders are tried again, and why the first of them was not carried out. `partly`: numbers of orders
+    that hold, though not everywhere yet: the tier is used."""
+
+    why: str = ""
+    until_s: float = -math.inf
+    rest_s: float = RETRY_S
+    partly: set[int] = field(default_factory=set)
+
+    def at_once(self) -> None:
+        self.why, self.until_s, self.rest_s = "", -math.inf, RETRY_S
+
+    def failed(self, why: str, now_s: float) -> None:
+        self.why, self.until_s = why, now_s + self.rest_s
+        self.rest_s = min(2 * self.rest_s, LONGEST_RETRY_S)
 
 
 class AgreementObserver(NamedTuple):
@@ -81,6 +103,8 @@ class Agreement:
         """Note changes that the server has not followed yet: tier, namespace and note by number."""
         self._orders: dict[str, list[Order]] = {}
         """By tier, the orders that are not carried out yet, in the order in which they came."""
+        self._retries: defaultdict[str, _Retry] = defaultdict(_Retry)
+        """By tier."""
         self._sweeping: dict[str, dict[bytes, Note]] = {}
         """By tier, the namespaces that may still have parts of former generations, with their notes."""
         self._woken: set[str] = set()
@@ -113,10 +137,16 @@ class Agreement:
         with self._changed:
             self._wake(self._handles)
 
+    def why_pending(self, tier: str) -> str:
+        """Why the tier has not carried out the first of its orders; "": it has, or has not tried."""
+        with self._changed:
+            return self._retries[tier].why if self._orders.get(tier) else ""
+
     def order(self, order: Order) -> None:
         with self._changed:
             for tier in order.tiers:
                 self._orders.setdefault(tier, []).append(order)
+                self._retries[tier].at_once()
             self._wake(order.tiers)
 
     def server_followed(self, numbers: Sequence[int]) -> None:
@@ -175,7 +205,10 @@ class Agreement:
         note, pool = self._followed.get(at), self._pool.get(digest)
         if note is None or pool is None or note.generation != pool[0] or self._read_last.get(at) != note:
             return None
-        if any(order.namespace in ("", digest.hex()) for order in self._orders.get(tier, ())):
+        if any(
+            order.namespace in ("", digest.hex()) and order.number not in self._retries[tier].partly
+            for order in self._orders.get(tier, ())
+        ):
             return None
         return AgreedNote(note, pool[1])
 
@@ -202,7 +235,14 @@ class Agreement:
             except Exception:  # without this thread the tier would not be used any more
                 log.exception("the notes of %s could not be read", handle.name)
                 continue
-            pause_s = handle.tier.poll_s if is_swept else SWEEP_PAUSE_S
+            pause_s = self._pause_s(handle, handle.tier.poll_s if is_swept else SWEEP_PAUSE_S)
+
+    def _pause_s(self, handle: TierHandle, pause_s: float) -> float:
+        """The time until notes are read again, as in _wait(), or until orders are tried again if that is sooner."""
+        with self._changed:
+            until_s = self._retries[handle.name].until_s if self._orders.get(handle.name) else math.inf
+        left_s = min(pause_s or math.inf, until_s - self._clock())
+        return max(SHORTEST_PAUSE_S, left_s) if left_s < math.inf else 0.0
 
     def _wait(self, handle: TierHandle, pause_s: float) -> bool:
         """Waits until `pause_s` has passed or something has changed. `pause_s` 0: waits without a limit. False: the
@@ -218,17 +258,38 @@ class Agreement:
             return not self._is_closed
 
     def _carry_out_orders(self, handle: TierHandle) -> None:
-        """Carries out all orders for the tier. Raises TierError."""
-        while True:
-            with self._changed:
-                order = next(iter(self._orders.get(handle.name, ())), None)
-            if order is None:
-                return
-            done = self._clear_all(handle, order) if not order.namespace else self._clear_or_delete(handle, order)
+        """Carries out the orders for the tier. Of a namespace with an order that fails, later ones wait for it; all
+        that are left are tried again after a pause, which grows."""
+        with self._changed:
+            retry = self._retries[handle.name]
+            orders = list(self._orders.get(handle.name, ()))
+        if not orders or self._clock() < retry.until_s:
+            return
+        whys, failed = list[str](), set[str]()
+        for order in orders:
+            if not failed.isdisjoint(("", order.namespace)) or (failed and not order.namespace):
+                continue
+            try:
+                done = self._clear_all(handle, order) if not order.namespace else self._clear_or_delete(handle, order)
+            except TierError as error:
+                whys.append(error.why)
+                if isinstance(error, NotEverywhere):
+                    with self._changed:
+                        retry.partly.add(order.number)
+                        self._changed.notify_all()
+                else:
+                    failed.add(order.namespace)
+                continue
             with self._changed:
                 self._orders[handle.name].remove(order)
+                retry.partly.discard(order.number)
                 self._changed.notify_all()
             self._observer.order_done(done)
+        with self._changed:
+            if whys:
+                retry.failed(whys[0], self._clock())
+            if not whys or any(order not in orders for order in self._orders[handle.name]):  # or one has come meanwhile
+                retry.at_once()
 
     def _clear_all(self, handle: TierHandle, order: Order) -> OrderDone:
         """Clears all namespaces that the tier can list, except those that `order.keys` names."""

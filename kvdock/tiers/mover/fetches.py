@@ -48,7 +48,7 @@ from kvdock.tiers.mover.herds import LEAST_BYTES, SLOW_S, SLOWER, Following
 from kvdock.tiers.mover.namespaces import NamespaceSession
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import Deadline, Outcome, SharesPool, TierError, ToLoad
+from kvdock.tiers.tier import AT_STORE, Deadline, Outcome, Place, SharesPool, TierError, ToLoad
 
 log = logging.getLogger("kvdock.tiers")
 
@@ -62,6 +62,8 @@ DEPTH = 4
 """How many batches of a fetch are in progress at once: while one is loaded, others are hashed or published."""
 AHEAD_EXISTS_S, AHEAD_BATCH_BYTES = 10.0, 8 << 20
 """For fetches ahead of requests: how long a tier may take to answer, and the size of a batch."""
+PASSED_BYTES = 2 << 20
+"""The size of a batch that comes from a node that loads it now: others may wait here for each batch."""
 ROOM_S, ROOM_SHARE = 0.01, 0.75
 """How often a fetch that waits for room in the pool tries again, and the share of the pool that all may need."""
 ROOM_COMES = ("no_space", "held_bytes")
@@ -96,13 +98,21 @@ class Fetch:
         """The note from which it makes names of parts, in the tier from which it loads."""
         self.comes: frozenset[bytes] = frozenset()
         """The chunks that it loads, or may still find, as far as other nodes may wait for them."""
+        self.depth = 0
+        """How many nodes they pass before: those of a greater depth may wait for them."""
         self.has_room = True
         """Whether the pool has room for them."""
+        self.is_promised = False
 
     @property
     def is_ahead(self) -> bool:
         """Whether no request waits for it."""
         return not self.wanted.ticket
+
+    def promised(self, count: int) -> None:
+        """The server expects `count` chunks from now on, and counts the wait as fulfilled when they are there: whatever
+        they come from, no others are loaded."""
+        self.wanted, self.is_promised = self.wanted._replace(keys=self.wanted.keys[: self.wanted.hit + count]), True
 
 
 class FetchObserver(NamedTuple):
@@ -199,12 +209,14 @@ class Fetches:
                     fetch.deadline.cancel()
         self._observer.progressed()
 
-    def coming(self, digest: bytes, keys: Sequence[bytes]) -> int:
-        """How many of the first of these chunks a fetch for a request is loading from a store."""
+    def coming(self, digest: bytes, keys: Sequence[bytes], depth: int) -> int:
+        """How many of the first of these chunks a fetch for a request is loading, for which a node of that depth may
+        wait."""
         with self._lock:
             comes = [
                 fetch.comes for fetch in self._running
-                if fetch.has_room and fetch.wanted.space.digest == digest and not fetch.deadline.is_over
+                if fetch.has_room and fetch.depth < depth and fetch.wanted.space.digest == digest
+                and not fetch.deadline.is_over
             ]
         return max((sum(1 for _ in itertools.takewhile(some.__contains__, keys)) for some in comes), default=0)
 
@@ -243,32 +255,40 @@ class Fetches:
 
     def _load_from(self, fetch: Fetch, handles: Sequence[TierHandle]) -> bool:
         """Returns False if another node's pool was to give chunks, and has not: a store may have them."""
-        steps, loader = self._plan(fetch, handles)
-        return not steps or self._load_all(fetch, steps, loader) or not isinstance(steps[0].handle.tier, SharesPool)
+        steps, place = self._plan(fetch, handles)
+        return not steps or self._load_all(fetch, steps, place) or not isinstance(steps[0].handle.tier, SharesPool)
 
-    def _plan(self, fetch: Fetch, handles: Sequence[TierHandle]) -> tuple[list[_Step], str]:
-        """What is loaded from which tier, and which other node loads it from the last of them; "": none does. The first
-        tier that has something decides; what other nodes' pools lack comes from the next one."""
+    def _plan(self, fetch: Fetch, handles: Sequence[TierHandle]) -> tuple[list[_Step], Place]:
+        """What is loaded from which tier, and this node's place among those that load it from the last of them. Of many
+        nodes one is asked for that place first: where it names a source, the others need not be asked what they have,
+        if a store has all."""
+        peers = next((handle for handle in handles if isinstance(handle.tier, SharesPool)), None)
+        asked = self._claim(fetch, peers) if peers is not None else None
+        if asked is not None and _are_many(peers) and asked.result().source:
+            steps = self._steps(fetch, [handle for handle in handles if handle is not peers])
+            if sum(len(step.found) for step in steps) == len(fetch.wanted.keys) - fetch.wanted.hit:
+                return steps, asked.result() if steps[-1].handle.tier.poll_s else AT_STORE
+        steps = self._steps(fetch, handles)
+        is_shared = bool(steps) and steps[-1].handle.tier.poll_s and not isinstance(steps[-1].handle.tier, SharesPool)
+        return steps, asked.result() if asked is not None and is_shared else AT_STORE
+
+    def _steps(self, fetch: Fetch, handles: Sequence[TierHandle]) -> list[_Step]:
+        """The first tier that has something decides; what other nodes' pools lack comes from the next one."""
         steps: list[_Step] = []
-        asked: Future[str] | None = None
         at, end = fetch.wanted.hit, len(fetch.wanted.keys)
         for handle in handles:
             self._yield_to_requests(fetch)
-            is_peers = isinstance(handle.tier, SharesPool)
-            if is_peers:
-                asked = self._claim(fetch, handle)
             found = self._find(fetch, handle, at)
             count = self._worth(fetch, handle, len(found))
             if count:
                 steps.append(_Step(handle, fetch.agreed, found[:count]))
                 at += count
-            if at == end or count < len(found) or (count and not is_peers):
+            if at == end or count < len(found) or (count and not isinstance(handle.tier, SharesPool)):
                 break
-        is_shared = bool(steps) and steps[-1].handle.tier.poll_s and not isinstance(steps[-1].handle.tier, SharesPool)
-        return steps, asked.result() if asked is not None and is_shared else ""
+        return steps
 
-    def _claim(self, fetch: Fetch, peers: TierHandle) -> Future[str] | None:
-        """Asks which node loads the chunks from a store. None: nobody need be asked."""
+    def _claim(self, fetch: Fetch, peers: TierHandle) -> Future[Place] | None:
+        """Asks for this node's place among those that load the chunks from a store. None: nobody need be asked."""
         space, missing = fetch.wanted.space, fetch.wanted.keys[fetch.wanted.hit :]
         stores = any(one.tier.poll_s and not isinstance(one.tier, SharesPool) for one in self._handles)
         is_small = len(missing) * space.chunk_bytes < LEAST_BYTES
@@ -336,12 +356,13 @@ class Fetches:
             handle.counters["declined_too_late" if is_late else "declined_too_slow"] += 1
         return worth
 
-    def _load_all(self, fetch: Fetch, steps: Sequence[_Step], loader: str) -> bool:
-        """`loader`: as in _plan(). Returns whether all has come."""
+    def _load_all(self, fetch: Fetch, steps: Sequence[_Step], place: Place) -> bool:
+        """`place`: as in _plan(). Returns whether all has come."""
         space, count = fetch.wanted.space, sum(len(step.found) for step in steps)
-        if fetch.wanted.ticket:
+        if fetch.wanted.ticket and not fetch.is_promised:
             by_s = max(step.handle.expected_s(len(step.found) * space.chunk_bytes) for step in steps)
             name = steps[0].handle.name
+            fetch.promised(count)
             self._observer.promised(Promise(fetch.wanted.ticket, fetch.wanted.hit + count, name, by_s))
         attachment = space.session.attachment
         if attachment is None or not attachment.acquire():
@@ -350,7 +371,8 @@ class Fetches:
             with self._room.admitted(fetch, count * space.chunk_bytes) as is_admitted:
                 if not is_admitted:
                     return False
-                done = self._follow(fetch, attachment, steps, loader) if loader else 0
+                done = self._follow(fetch, attachment, steps, place) if place.source else 0
+                fetch.depth = 0
                 self._expect(fetch, fetch.wanted.keys[fetch.wanted.hit + done : fetch.wanted.hit + count])
                 end = 0
                 for step in steps:
@@ -373,8 +395,8 @@ class Fetches:
         step.handle.fetched((fetch.loaded - loaded) * fetch.wanted.space.chunk_bytes, took_s)
         return is_whole
 
-    def _follow(self, fetch: Fetch, attachment: Attachment, steps: Sequence[_Step], loader: str) -> int:
-        """Loads from the pool of the node `loader` what it loads from the store. Returns how many chunks have come."""
+    def _follow(self, fetch: Fetch, attachment: Attachment, steps: Sequence[_Step], place: Place) -> int:
+        """Loads from the pool of another node what comes there. Returns how many chunks have come."""
         space, store = fetch.wanted.space, steps[-1].handle
         peers = next(handle for handle in self._handles if isinstance(handle.tier, SharesPool))
         found = list(itertools.chain.from_iterable(step.found for step in steps))
@@ -382,11 +404,12 @@ class Fetches:
         if agreed is None or self._clock() < self._alone_until_s:
             return 0
         assert isinstance(peers.tier, SharesPool)
-        self._expect(fetch, ())
         keys = fetch.wanted.keys[fetch.wanted.hit : fetch.wanted.hit + len(found)]
+        fetch.depth = place.depth
+        self._expect(fetch, keys)
         names = [agreed.note.name(space.digest, key, 0, space.ranks[0]) for key in keys]
         most = min(MAX_STORE_KEYS, max(1, DEPTH * self._batch_bytes // space.chunk_bytes))
-        following = Following(peers.tier, loader, store, names, chunk_bytes=space.chunk_bytes, clock=self._clock)
+        following = Following(peers.tier, place, store, names, chunk_bytes=space.chunk_bytes, clock=self._clock)
         done = 0
         try:
             while done < len(found) and (there := following.there(done, most, fetch.deadline)):
@@ -401,7 +424,7 @@ class Fetches:
         peers.counters["followed"] += done
         if done < len(found):
             log.info("%d of %d chunks have come from the node %s, and the rest is loaded from the tier %s: %s", done,
-                     len(found), loader, store.name, following.why or "they were not read whole")
+                     len(found), place.source, store.name, following.why or "they were not read whole")
         return done
 
     def _stream(
@@ -411,6 +434,8 @@ class Fetches:
         others are being loaded. A fetch ahead of requests has one batch at a time. Returns whether all chunks are in
         the pool, or are being loaded or stored by others."""
         depth, most_bytes = (1, AHEAD_BATCH_BYTES) if fetch.is_ahead else (DEPTH, self._batch_bytes)
+        if fetch.depth:
+            most_bytes = min(most_bytes, PASSED_BYTES)
         in_progress: deque[_Batch] = deque()
         left = deque(self._batches(fetch.wanted.space, found, most_bytes))
         until_s, is_whole = self._clock() + self._compute_s(fetch, len(found)), True
@@ -742,6 +767,10 @@ class _Asked:
         return [
             sorted([*self._full, *itertools.compress(windows, has)]) for has in self._has(keys, windows)
         ]
+
+
+def _are_many(peers: TierHandle | None) -> bool:
+    return peers is not None and isinstance(peers.tier, SharesPool) and peers.tier.are_many
 
 
 def _call_failed(space: NamespaceSession, attachment: Attachment, error: Exception) -> None:

@@ -1,9 +1,10 @@
-"""Lets one node of several load a prefix from a store that they share, and the others read it from that node's pool.
+"""Lets one node of several load a prefix from a store that they share, and the others read it from each other's pools.
 
 A request's fetch that is about to load from such a store claims the prefix (kvdock/tiers/stores/peers/claims.py). If
-another node has claimed it before, the fetch follows: it loads from that node's pool what has come there. It goes to
-the store itself as soon as the other node says that no more comes, does not answer, or is slower than the store. A
-fetch that follows tells others that nothing comes here, so that nobody waits for one that waits.
+other nodes have claimed it before, it is told one of them as its source, and follows: it loads from that node's pool
+what has come there, and tells the next ones that it comes here. It goes to the store itself as soon as the source says
+that no more comes, does not answer, or is slower than the store would be if all of them read there. Each node waits for
+nodes of a smaller depth alone, so nobody waits for one that waits for it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,11 @@ from typing import Final
 
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import Deadline, SharesPool
+from kvdock.tiers.tier import Deadline, Place, SharesPool
 
 STALL_S: Final = 0.5
-"""For so long a fetch waits for the next chunk of another node."""
-SLOWER_TIMES: Final = 2.0
-"""How much slower than the store another node may be, beside STALL_S."""
+"""For so long a fetch waits for the next chunk of the node that loads, and so much longer for each node between them:
+where that one fails, those that read from it load first, and the others need not."""
 SLOW_S: Final = 10.0
 """For so long nobody is followed after another node was slower."""
 WAIT_SHARE: Final = 0.5
@@ -32,14 +32,14 @@ LEAST_BYTES: Final = 1 << 20
 
 
 class Following:
-    """What comes at the node `loader`, for a fetch that would load `names` from `store`. Each of `names` is one part
+    """What comes at the source of `at`, for a fetch that would load `names` from `store`. Each of `names` is one part
     of a chunk of `chunk_bytes`. `clock`: a monotonic clock, in seconds."""
 
     def __init__(
-        self, peers: SharesPool, loader: str, store: TierHandle, names: Sequence[PartName], *, chunk_bytes: int,
+        self, peers: SharesPool, at: Place, store: TierHandle, names: Sequence[PartName], *, chunk_bytes: int,
         clock: Callable[[], float],
     ) -> None:
-        self._peers, self._loader, self._store, self._names = peers, loader, store, names
+        self._peers, self._at, self._store, self._names = peers, at, store, names
         self._chunk_bytes, self._clock = chunk_bytes, clock
         self._began_s = self._came_s = clock()
         self._lease = 0
@@ -50,7 +50,7 @@ class Following:
         """How many chunks from number `at` on the other node has, `most` at most. They are held there until the next
         call. 0: the rest is to be loaded from the store."""
         while (left_s := self._left_s(at, most, deadline)) >= SHORTEST_S:
-            found = self._peers.coming(self._loader, self._names[at : at + most], self._lease, Deadline(left_s))
+            found = self._peers.coming(self._at, self._names[at : at + most], self._lease, Deadline(left_s))
             if found is not None:
                 self._lease = found.lease
             if found is not None and found.there:
@@ -66,17 +66,24 @@ class Following:
 
     def close(self) -> None:
         if self._lease:
-            self._peers.release(self._loader, self._lease, self._names[0])
+            self._peers.release(self._at.source, self._lease, self._names[0])
 
     def _left_s(self, at: int, most: int, deadline: Deadline) -> float:
-        now_s = self._clock()
-        left_s = min(self._came_s + STALL_S - now_s, WAIT_SHARE * deadline.left_s)
+        now_s, depth = self._clock(), max(1, self._at.depth)
+        left_s = min(self._came_s + depth * STALL_S - now_s, WAIT_SHARE * deadline.left_s)
         if self._store.fetches.count:  # else its speed is not known
             store_s = self._store.expected_s(min(at + most, len(self._names)) * self._chunk_bytes)
-            until_s = self._began_s + STALL_S + SLOWER_TIMES * store_s
-            if until_s - now_s < SHORTEST_S:
+            fair_s = self._began_s + depth * STALL_S - now_s
+            if fair_s + self._at.nodes * store_s < SHORTEST_S:
+                self._ask_again(deadline)
+            if fair_s + self._at.nodes * store_s < SHORTEST_S:
                 self.why = SLOWER
-            left_s = min(left_s, until_s - now_s)
+            left_s = min(left_s, fair_s + self._at.nodes * store_s)
         self.why = self.why or (STALLED if left_s < SHORTEST_S else "")
         return left_s
 
+    def _ask_again(self, deadline: Deadline) -> None:
+        """More nodes may want the prefix by now, with which this one would share the store."""
+        at = self._peers.claim(self._names[0], Deadline(min(SHORTEST_S, deadline.left_s)))
+        if at.source == self._at.source:
+            self._at = at

@@ -51,13 +51,13 @@ class _Question(NamedTuple):
 
 
 class PeerLeases:
-    """`coming`: returns how many of the first keys of a namespace this node is loading from a store. `answered`: called
-    from a thread of its own with each answer. `wake`: called when peers begin to wait. `clock`: a monotonic clock, in
-    seconds."""
+    """`coming`: returns how many of the first keys of a namespace come to this node, for a caller of that depth.
+    `answered`: called from a thread of its own with each answer. `wake`: called when peers begin to wait. `clock`: a
+    monotonic clock, in seconds."""
 
     def __init__(
         self, sessions: NamespaceSessions, client: Client, agreement: Agreement,
-        coming: Callable[[bytes, Sequence[bytes]], int], answered: Callable[[PeerAnswer], None],
+        coming: Callable[[bytes, Sequence[bytes], int], int], answered: Callable[[PeerAnswer], None],
         wake: Callable[[], None], clock: Callable[[], float],
     ) -> None:
         self._sessions, self._client, self._agreement = sessions, client, agreement
@@ -121,7 +121,7 @@ class PeerLeases:
             assert isinstance(read.keys, bytes), "the server has joined them"
             digest = bytes.fromhex(read.namespace)
             is_current = self._agreement.generation(digest) == read.generation
-            coming = self._coming(digest, split_keys(read.keys)) if is_current else 0
+            coming = self._coming(digest, split_keys(read.keys), read.depth) if is_current else 0
             if coming and asked.until_s > self._clock():  # the first chunk is not there yet
                 self._put_off(asked, news)
                 return
@@ -154,8 +154,8 @@ class PeerLeases:
             return PeerReadAnswer()
         nothing = PeerReadAnswer(node=tier.node)
         if read.claimer and read.keys:
-            loader = tier.claimed(digest, read.generation, read.keys[:KEY_BYTES], read.claimer)
-            return PeerReadAnswer(node=tier.node, loader=loader)
+            place = tier.claimed(digest, read.generation, read.keys[:KEY_BYTES], read.claimer)
+            return PeerReadAnswer(node=tier.node, **place._asdict())
         if space is None or not read.keys or self._agreement.generation(digest) != read.generation:
             return nothing
         attachment = space.session.attachment

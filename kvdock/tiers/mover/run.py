@@ -204,7 +204,8 @@ class Mover:
                 objects=usage.objects, bytes_used=usage.bytes_used,
                 bytes_limit=usage.bytes_limit, wear_bytes=usage.wear_bytes,
                 day_limit_bytes=writer.budget.day_bytes, day_left_bytes=max(0, writer.budget.left_bytes),
-                queued_bytes=writer.waiting_bytes, load_bytes_per_s=handle.speed.rate,
+                queued_bytes=writer.waiting_bytes, pending_why=self._agreement.why_pending(handle.name),
+                load_bytes_per_s=handle.speed.rate,
                 load_latency_s=handle.speed.latency_s, fetches=handle.fetches.count, fetch_s=handle.fetches.seconds,
                 counters=dict(handle.counters),
             ))
@@ -343,6 +344,7 @@ class Mover:
         self._pipe.wake()
 
     def _contents_known(self, answer: ContentsAnswer) -> None:
+        answer.contents.pending_why = self._agreement.why_pending(answer.contents.tier)
         with self._out.lock:
             self._out.report.contents.append(answer)
         self._pipe.wake()

@@ -24,6 +24,7 @@ from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import (
     Deadline,
     Loaded,
+    NotEverywhere,
     Outcome,
     ReadOnly,
     StillRunning,
@@ -53,8 +54,9 @@ REFUSED_S = 2.0
 SMOOTHING = 0.2
 """The weight of the newest call in the estimate of the tier's speed."""
 UNRETURNED = "a call does not return"
-FAIR_S = 0.04
-"""A call that had less time than this and did not finish counts as no failure."""
+FAIR_S, SURE_S = 0.04, 1.0
+"""A call that had less time than FAIR_S and did not finish shows nothing. After one that had less than SURE_S the tier
+is tried with more time (PROBE_S): a tier that is slow to answer has not failed."""
 COUNTED = (
     *(f"{verb}_{outcome.value}" for verb in ("load", "store") for outcome in Outcome), "loaded_bytes", "stored_bytes",
     "failures", "damaged", "declined_too_slow", "declined_too_late",
@@ -66,6 +68,8 @@ COUNTED = (
 """All counters of a tier, which start at 0. docs/operate/metrics_tiers.md explains them."""
 FIRST_RATE = 8e9
 """Bytes a second, assumed until something has been loaded: a tier that was assumed to be slow would never be tried."""
+ENOUGH_BYTES = 1 << 20
+"""A load of fewer bytes takes mostly the latency, so it shows no rate."""
 SHORTEST_S = 1e-6
 MEASURE_S, LONGEST_MEASURE_S = 10.0, 3600.0
 """If nothing was loaded from a tier for this long, some of the parts stored last are loaded to measure it. The time
@@ -92,11 +96,10 @@ class Speed:
         self.latency_s, self.rate, self._is_known = 0.001, FIRST_RATE, False
 
     def learn(self, bytes_moved: int, took_s: float) -> None:
-        if not self._is_known:
+        is_small = bytes_moved < ENOUGH_BYTES
+        if not is_small and not self._is_known:
             self.rate, self._is_known = bytes_moved / max(took_s, SHORTEST_S), True
-            return
-        expected_s = bytes_moved / self.rate
-        if expected_s < self.latency_s:  # small: mostly latency
+        elif is_small or bytes_moved / self.rate < self.latency_s:
             self.latency_s += SMOOTHING * (took_s - self.latency_s)
         elif took_s > self.latency_s:
             self.rate += SMOOTHING * (bytes_moved / (took_s - self.latency_s / 2) - self.rate)
@@ -114,6 +117,8 @@ class Trials:
         """The parts stored last, with their lengths."""
         self.unloaded: ToLoad | None = None
         """A part of the last load that failed."""
+        self.has_doubt = False
+        """Whether a call that had little time was late since the last trial."""
 
     def is_due(self, now_s: float) -> bool:
         return bool(self.stored_last) and now_s - self.learned_s >= self.pause_s
@@ -143,10 +148,10 @@ class Breaker:
             self._rest_s = FIRST_REST_S
             self.is_open, self.why = False, ""
 
-    def failed(self, kind: str, why: str) -> bool:
-        """Returns whether this failure opens the breaker."""
+    def failed(self, kind: str, why: str, times: int = 1) -> bool:
+        """`times`: for how many failures it counts. Returns whether it opens the breaker."""
         with self._lock:
-            self._failures[kind] += 1
+            self._failures[kind] += times
             self.why = why
             if self._failures[kind] < MOST_FAILURES if not self.is_open else kind != PROBE:
                 return False  # calls that began before it opened show nothing new, however late they end
@@ -278,8 +283,7 @@ class TierHandle:
         began_s = self._clock()
 
         def judge(found: list[bool]) -> str:
-            is_late = deadline.is_over and not any(found) and self._clock() - began_s >= FAIR_S
-            return "it does not answer in time what it has" if is_late else ""
+            return "it does not answer in time what it has" if deadline.is_over and not any(found) else ""
 
         found = self._call("ask", deadline, lambda: self._parts.exists(names, deadline), judge)
         self.absent.asked(self._clock() - began_s)
@@ -348,7 +352,7 @@ class TierHandle:
         return self._call("note", deadline, lambda: self.tier.notes(namespaces, deadline), lambda _: "")
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
-        """Raises TierOff, TierError, ReadOnly."""
+        """Raises TierOff, TierError, NotEverywhere, ReadOnly."""
         return self._call("note", deadline, lambda: self.tier.change(namespace, change, deadline), lambda _: "")
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
@@ -389,6 +393,8 @@ class TierHandle:
         if self._probe is None or self._probe.done():
             if self.breaker.wants_probe():
                 self._probe = self._pools[PROBE].submit(self._try)
+            elif self._trials.has_doubt and not self.breaker.is_open:
+                self._probe = self._pools[PROBE].submit(self._end_doubt)
             elif may_measure and self._trials.is_due(now_s) and not self.breaker.is_open:
                 self._probe = self._pools[PROBE].submit(self._measure)
 
@@ -424,8 +430,8 @@ class TierHandle:
 
     def _guarded(self, call: _Call, run: Callable[[], R], judge: Callable[[R], str]) -> R:
         """Calls `run` and counts its outcome. `judge` returns the reason why an answer counts as a failure; "": it does
-        not."""
-        kind = call.kind
+        not. If the call was late and had little time, it counts for nothing, and the tier is tried."""
+        kind, began_s = call.kind, self._clock()
         with self._lock:
             self._calls.add(call)
         try:
@@ -433,10 +439,11 @@ class TierHandle:
         except StillRunning as error:
             self._lost(error)
             raise
-        except ReadOnly:
+        except (ReadOnly, NotEverywhere):
             raise
         except TierError as error:
-            self._fail(kind, error.why)
+            if not self._was_short(call, began_s):
+                self._fail(kind, error.why)
             raise
         except Exception as error:  # of the library that the tier uses
             self._fail(kind, f"{type(error).__name__}: {error}")
@@ -444,11 +451,19 @@ class TierHandle:
         finally:
             with self._lock:
                 self._calls.discard(call)
-        if why := judge(found):
-            self._fail(kind, self._with_fault(why))
-        else:
+        why = judge(found)
+        if not why:
             self.breaker.succeeded(kind)
+        elif not self._was_short(call, began_s):
+            self._fail(kind, self._with_fault(why))
         return found
+
+    def _was_short(self, call: _Call, began_s: float) -> bool:
+        """Whether a call that has not done its work is over, and had too little time to show that the tier fails."""
+        took_s = self._clock() - began_s
+        is_short = call.deadline.is_over and took_s < SURE_S
+        self._trials.has_doubt |= is_short and took_s >= FAIR_S
+        return is_short
 
     def _load(self, parts: Sequence[ToLoad], bytes_wanted: int, deadline: Deadline) -> list[Loaded]:
         try:
@@ -515,26 +530,14 @@ class TierHandle:
         is_whole = all(self._pools["load"].map(read, filter(None, calls)))
         return (size, self._clock() - began_s) if is_whole else None
 
-    def _fail(self, kind: str, why: str) -> None:
+    def _fail(self, kind: str, why: str, times: int = 1) -> None:
         self.counters["failures"] += 1
-        if self.breaker.failed(kind, why):
+        if self.breaker.failed(kind, why, times):
             log.warning("the tier %s is not used for a while: %s", self.name, why)
 
     def _try(self) -> None:
-        """Probes the tier: asks which parts it has, and loads the part that last failed to load, into memory outside
-        the pool."""
-        deadline, wanted = Deadline(PROBE_S), self._trials.unloaded
-        why = ""
-        try:
-            self.tier.exists([PartName(bytes(32), bytes(32), 0, 0)], deadline)
-            if wanted is not None:
-                again = ToLoad(wanted.name, wanted.length, own_pages(wanted.length))
-                (found,) = self._parts.load([again], deadline)
-                why = _failure([found.outcome])
-        except Exception as error:  # it still fails
-            why = str(error)
-        if deadline.is_over:
-            why = "it answers too late"
+        """Probes the tier while its breaker is open."""
+        why = self._trial()
         if any(call.kind == "store" for call in self._late()):  # only its end shows that the tier stores again
             why = UNRETURNED
         if why:
@@ -543,6 +546,26 @@ class TierHandle:
         self._trials.unloaded, self._trials.pause_s = None, MEASURE_S
         self.breaker.close()
         log.warning("the tier %s is used again", self.name)
+
+    def _end_doubt(self) -> None:
+        """Tries a tier that was late when it had little time. It had enough time now."""
+        if why := self._trial():
+            self._fail(PROBE, why, MOST_FAILURES)
+
+    def _trial(self) -> str:
+        """Asks the tier which parts it has, and loads the part that last failed to load, into memory outside the pool.
+        Returns why it fails; "": it works."""
+        deadline, wanted = Deadline(PROBE_S, self._clock), self._trials.unloaded
+        self._trials.has_doubt, why = False, ""
+        try:
+            self.tier.exists([PartName(bytes(32), bytes(32), 0, 0)], deadline)
+            if wanted is not None:
+                again = ToLoad(wanted.name, wanted.length, own_pages(wanted.length))
+                (found,) = self._parts.load([again], deadline)
+                why = _failure([found.outcome])
+        except Exception as error:  # it still fails
+            why = str(error)
+        return "it answers too late" if deadline.is_over else why
 
 
 def own_pages(length: int) -> memoryview:

@@ -7,13 +7,15 @@ is asked for chunks of that generation alone. So a peer whose pool has not follo
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
-from typing import Final
+from typing import Final, Protocol, TypeVar
 
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError, ServerUnavailable
@@ -23,20 +25,24 @@ from kvdock.protocol.peer_schemas import (
     MAX_WAIT_S,
     PeerNote,
     PeerNotes,
+    PeerNotesAnswer,
     PeerRead,
     PeerReadAnswer,
 )
-from kvdock.protocol.wire_types import MAX_STORE_KEYS, checksum_value
+from kvdock.protocol.wire_types import KEY_BYTES, MAX_STORE_KEYS, checksum_value
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName
-from kvdock.tiers.stores.peers.claims import Claims, keeper_of
+from kvdock.tiers.stores.peers.claims import Claims, keeper_of, rank
 from kvdock.tiers.stores.peers.engine import INSTALL, TIER, Engine, PeersSettings
 from kvdock.tiers.tier import (
+    AT_STORE,
     Coming,
     Deadline,
     Loaded,
+    NotEverywhere,
     NotInstalled,
     Outcome,
+    Place,
     ReadOnly,
     Store,
     TierError,
@@ -46,29 +52,48 @@ from kvdock.tiers.tier import (
     address_of,
 )
 
+A = TypeVar("A")
 ASK_S: Final = 1.0
 """How long a peer may take to answer."""
+BUSY: Final = ("not_ready", "too_busy")
+"""The refusals of a node that works, and has no time for the call."""
 CALL_S: Final = 0.1
 """How much sooner than its caller gives up a peer answers that waits for a chunk."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 """For how long a peer that has failed is not asked: at first, and at most. It doubles with each failure in a row."""
 READERS: Final = 4
 """How many parts are read at once."""
+FEW: Final = 8
+"""With more other nodes than these, one is asked who loads before all are asked what they have."""
 ASKERS: Final = 16
+"""How many calls wait for peers at once, or two to each of them if that is more."""
 MOST_HOLDERS: Final = 1 << 16
 """How many chunks are remembered with the peer that has them."""
 
 
-class PeerServer:
-    """Another node's server. Thread-safe."""
+class PeerCalls(Protocol):
+    """The calls to another node's server. They raise ServerUnavailable, ApiError."""
 
-    def __init__(self, address: str, token_file: str, clock: Callable[[], float]) -> None:
-        self.address, self._clock = address, clock
-        self._client = Client(f"http://{address}", timeout_s=ASK_S, access_token_file=token_file)
+    def peer_notes(self, body: PeerNotes, *, timeout_s: float | None = None) -> PeerNotesAnswer: ...
+
+    def peer_read(self, body: PeerRead, *, timeout_s: float | None = None) -> PeerReadAnswer: ...
+
+    def close(self) -> None: ...
+
+
+class PeerServer:
+    """Another node's server. `client`: it closes it. Thread-safe."""
+
+    def __init__(self, address: str, client: PeerCalls, clock: Callable[[], float]) -> None:
+        self.address, self._client, self._clock = address, client, clock
         self._lock = threading.Lock()
-        self._rest_s, self._until_s = FIRST_REST_S, 0.0
+        self._rest_s, self._until_s, self._silent_s = FIRST_REST_S, 0.0, math.inf
+        """How long it rests the next time, until when it rests, and when the first call began that it has left without
+        an answer since its last one."""
         self.why = ""
         """Why its last call or read has failed."""
+        self._owed: dict[str, set[bytes]] = {}
+        """By namespace, deleted keys of which it has not been told."""
         self.node = self.last_node = ""
         """Its name among its peers; "": it has not told it since it has failed last, or is of an earlier release.
         `last_node`: the name that it has told last, however often it has failed since."""
@@ -79,32 +104,54 @@ class PeerServer:
 
     def notes(self, notes: Sequence[PeerNote], deadline: Deadline) -> list[int] | None:
         """The generations there; None: it does not answer."""
-        try:
-            found = self._client.peer_notes(PeerNotes(notes=list(notes)), timeout_s=_patience_s(deadline)).generations
-        except (ServerUnavailable, ApiError) as error:
-            self.failed(str(error))
+        answer = self._ask(deadline, partial(self._client.peer_notes, PeerNotes(notes=list(notes))))
+        if answer is None:
             return None
         self.works()
-        return found if len(found) == len(notes) else None
+        return answer.generations if len(answer.generations) == len(notes) else None
+
+    def tell_deleted(self, note: PeerNote, deadline: Deadline) -> bool:
+        """Whether it knows now that these chunks were deleted. Until then nothing of the namespace is read there."""
+        assert isinstance(note.deleted, bytes), "made here"
+        keys = {note.deleted[at : at + KEY_BYTES] for at in range(0, len(note.deleted), KEY_BYTES)}
+        with self._lock:
+            self._owed.setdefault(note.namespace, set()).update(keys)
+        is_told = self.notes([note], deadline) is not None
+        with self._lock:
+            if is_told:
+                self._owed[note.namespace] -= keys
+        return is_told
 
     def read(self, body: PeerRead, deadline: Deadline) -> PeerReadAnswer:
         """What it leases, or only has; nothing if it does not answer."""
         return self.answer(body, deadline) or PeerReadAnswer()
 
-    def answer(self, body: PeerRead, deadline: Deadline, *, may_be_late: bool = False) -> PeerReadAnswer | None:
-        """None: it does not answer. A node that is not ready has not failed. `may_be_late`: nor has one that does not
-        answer within less than ASK_S."""
-        patience_s = _patience_s(deadline)
-        patience = Deadline(patience_s, self._clock)
+    def answer(self, body: PeerRead, deadline: Deadline) -> PeerReadAnswer | None:
+        """None: it does not answer, or must not be read."""
+        if self._owed.get(body.namespace) and not body.claimer:
+            return None
+        answer = self._ask(deadline, partial(self._client.peer_read, body))
+        if answer is not None and answer.node:
+            self.node = self.last_node = answer.node
+        return answer
+
+    def _ask(self, deadline: Deadline, call: Callable[..., A]) -> A | None:
+        """None: it does not answer. A node that is busy or not ready has not failed, nor has one that is late, unless
+        it has answered nothing for ASK_S."""
+        began_s, patience_s = self._clock(), _patience_s(deadline)
         try:
-            answer = self._client.peer_read(body, timeout_s=patience_s)
-        except (ServerUnavailable, ApiError) as error:
-            is_late = may_be_late and patience_s < ASK_S and patience.is_over
-            if not is_late and not (isinstance(error, ApiError) and error.code == "not_ready"):
+            answer = call(timeout_s=patience_s)
+        except ServerUnavailable as error:
+            now_s, self._silent_s = self._clock(), min(self._silent_s, began_s)
+            if now_s - began_s < patience_s or now_s - self._silent_s >= ASK_S:
                 self.failed(str(error))
             return None
-        if answer.node:
-            self.node = self.last_node = answer.node
+        except ApiError as error:
+            self._silent_s = math.inf
+            if error.code not in BUSY:
+                self.failed(str(error))
+            return None
+        self._silent_s = math.inf
         return answer
 
     def release(self, lease: int, body: PeerRead) -> None:
@@ -128,23 +175,25 @@ class PeerServer:
 
 
 class PeersTier:
-    """It owns the engine, and closes it."""
+    """It owns the engine and the peers, and closes them."""
 
     name = TIER
     poll_s = 1.0
     recheck_s = 3600.0  # nothing is stored, so nothing is asked for again
 
     def __init__(
-        self, settings: PeersSettings, engine: Engine, clock: Callable[[], float] = time.monotonic,
+        self, peers: Sequence[PeerServer], engine: Engine, clock: Callable[[], float] = time.monotonic,
         wall_s: Callable[[], float] = time.time,
     ) -> None:
         """`clock`: a monotonic clock, `wall_s`: Unix time, both in seconds."""
         self._engine, self._wall_s, self._lock = engine, wall_s, threading.Lock()
         self.node, self._claims = engine.name, Claims(clock)
-        self._peers = [PeerServer(one, str(settings.token_file), clock) for one in settings.servers]
+        self._peers = sorted(peers, key=lambda peer: rank(peer.address, self.node.encode()))
+        """In another order at each node: where several have a chunk, not all read it from the same one."""
+        self.are_many = len(peers) > FEW
         self._notes: dict[bytes, Note] = {}
         self._holders: OrderedDict[tuple[bytes, bytes], PeerServer] = OrderedDict()
-        self._askers = ThreadPoolExecutor(ASKERS, "kvdock-peers")
+        self._askers = ThreadPoolExecutor(max(ASKERS, 2 * len(self._peers)), "kvdock-peers")
         self._readers = ThreadPoolExecutor(READERS, "kvdock-peers-read")
 
     # -------------------------------------------------------------------------------------------------- the pool
@@ -164,32 +213,32 @@ class PeersTier:
 
     # -------------------------------------------------------------------------------------------------- who loads
 
-    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> str:
+    def claimed(self, namespace: bytes, generation: int, key: bytes, claimer: str) -> Place:
         """See SharesPool."""
         return self._claims.claim(namespace, generation, key, claimer)
 
-    def claim(self, name: PartName, deadline: Deadline) -> str:
+    def claim(self, name: PartName, deadline: Deadline) -> Place:
         """See SharesPool."""
         known = {peer.node: peer for peer in self._peers if peer.node and not peer.is_resting}
         keeper = keeper_of(name.key, [*known, self.node])
         if keeper == self.node:
-            loader = self.claimed(name.namespace, name.generation, name.key, self.node)
+            place = self.claimed(name.namespace, name.generation, name.key, self.node)
         else:
             (body,) = _reads_of([name])
             body.claimer = self.node
-            answer = known[keeper].answer(body, deadline, may_be_late=True)
-            loader = answer.loader if answer is not None else ""
-        return loader if loader in known else ""
+            answer = known[keeper].answer(body, deadline)
+            place = Place(answer.source, answer.depth, answer.nodes) if answer is not None else AT_STORE
+        return place if place.source in known else AT_STORE
 
-    def coming(self, node: str, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
+    def coming(self, at: Place, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
         """See SharesPool."""
-        peer = next((peer for peer in self._peers if peer.node == node), None)
+        peer = next((peer for peer in self._peers if peer.node == at.source), None)
         if peer is None or peer.is_resting:
             return None
         body = _reads_of(names)[0]
         body.address, body.wait_s = self._engine.address, max(0.0, min(MAX_WAIT_S, _patience_s(deadline) - CALL_S))
-        body.releases = [lease] if lease else []
-        answer = peer.answer(body, deadline, may_be_late=True)
+        body.depth, body.releases = at.depth, [lease] if lease else []
+        answer = peer.answer(body, deadline)
         if answer is None:
             return None
         keys = _keys_of(body)
@@ -330,8 +379,8 @@ class PeersTier:
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
         """A clear gets a generation that no pool has had: it is made from the time, so two nodes that clear while they
-        are cut off from each other get different ones. All peers are told of deleted keys and must answer. Raises
-        TierError."""
+        are cut off from each other get different ones. All peers are told of deleted keys; those that do not answer
+        are not read until they have. Raises NotEverywhere, which asks for another try."""
         with self._lock:
             before = self._notes.get(namespace) or Note.new(0)
         after = change(before)
@@ -345,13 +394,15 @@ class PeersTier:
         return after
 
     def _tell_deleted(self, namespace: bytes, generation: int, keys: Sequence[bytes], deadline: Deadline) -> None:
-        """Raises TierError: a peer does not answer."""
+        """Raises NotEverywhere: a peer does not answer."""
+        untold: set[PeerServer] = set()
         for begin in range(0, len(keys), MAX_STORE_KEYS):
             note = PeerNote(namespace.hex(), generation, b"".join(keys[begin : begin + MAX_STORE_KEYS]))
-            asked = [self._askers.submit(peer.notes, [note], deadline) for peer in self._peers]
-            for peer, one in zip(self._peers, asked, strict=True):
-                if one.result() is None:
-                    raise TierError(TIER, f"a deletion is not known everywhere: {peer.why}")
+            asked = [self._askers.submit(peer.tell_deleted, note, deadline) for peer in self._peers]
+            untold |= {peer for peer, one in zip(self._peers, asked, strict=True) if not one.result()}
+        if untold:
+            names = ", ".join(sorted(peer.address for peer in untold))
+            raise NotEverywhere(TIER, f"a deletion is not known yet at {names}")
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
         """Returns an empty list: peers are asked about namespaces that this node serves."""
@@ -371,7 +422,11 @@ class PeersTier:
 def open_tier(url: str, deadline: Deadline) -> PeersTier:
     """`url`: docs/operate/peers.md. Raises TierUrlError, and TierError where the engine cannot be used."""
     settings = PeersSettings.parse(url)
-    return PeersTier(settings, Engine.open(settings))
+    engine, token_file = Engine.open(settings), str(settings.token_file)
+    return PeersTier([
+        PeerServer(one, Client(f"http://{one}", timeout_s=ASK_S, access_token_file=token_file), time.monotonic)
+        for one in settings.servers
+    ], engine)
 
 
 def registers_memory(url: str) -> bool:

@@ -1,0 +1,119 @@
+"""Orders that a tier does not carry out at once: they are tried again, ever more seldom, and hold nothing else up."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+from api_helpers import eventually
+from tier_notes import KeptNotes
+
+from kvdock.protocol.mover_schemas import Generation, Order, OrderDone
+from kvdock.tiers.mover.agreement import LONGEST_RETRY_S, RETRY_S, Agreement, AgreementObserver
+from kvdock.tiers.mover.tier_handle import TierHandle
+from kvdock.tiers.notes import Change, Note
+from kvdock.tiers.record import PartName
+from kvdock.tiers.tier import Deadline, Loaded, NotEverywhere, Outcome, TierError, ToLoad, ToStore, Usage
+
+pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
+
+AWAY, OTHER = b"\1" * 32, b"\2" * 32
+
+
+class Reluctant(KeptNotes):
+    """It has nothing, and changes no note of AWAY while `error` is set."""
+
+    name, poll_s = "memory", 0.05
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error: TierError | None = TierError(self.name, "a node is away")
+        self.tried_s: list[float] = []
+        self.read = 0
+        self._lock = threading.Lock()
+
+    def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
+        self.read += 1
+        return super().notes(namespaces, deadline)
+
+    def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
+        if namespace == AWAY and self.notes_kept.get(AWAY) is not None:
+            self.tried_s.append(time.monotonic())
+            if self.error is not None:
+                raise self.error
+        return super().change(namespace, change, deadline)
+
+    def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
+        return [False] * len(names)
+
+    def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
+        return [Loaded(Outcome.MISSING)] * len(parts)
+
+    def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
+        return [Outcome.FULL] * len(parts)
+
+    def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
+        return [Outcome.DONE] * len(names)
+
+    def usage(self) -> Usage:
+        return Usage(0, 0, 0, 0)
+
+    def close(self, deadline: Deadline) -> None: ...
+
+
+class Rig:
+    def __init__(self) -> None:
+        self.tier, self.done = Reluctant(), list[OrderDone]()
+        self.handle = TierHandle(self.tier, clock=lambda: 0.0, lost=lambda _: None)
+        self.agreement = Agreement(
+            lambda: [AWAY, OTHER], AgreementObserver(lambda _: None, self.done.append, lambda _: None)
+        )
+        self.agreement.follow([Generation(one.hex(), 1, 0) for one in (AWAY, OTHER)])
+        self.agreement.use(self.handle)
+        eventually(lambda: all(self.agreement.of(self.handle, one) is not None for one in (AWAY, OTHER)))
+
+    def order(self, number: int, namespace: bytes = AWAY) -> None:
+        self.agreement.order(Order(
+            number=number, namespace=namespace.hex(), tiers=["memory"], least=1, keys=bytes([number]) * 32, groups=1,
+            writers=1,
+        ))
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.agreement.close()
+    made.handle.close(Deadline(1.0))
+
+
+def test_an_order_is_tried_again_ever_more_seldom_and_others_go_on(rig: Rig) -> None:
+    rig.order(1)
+    eventually(lambda: len(rig.tier.tried_s) == 4)
+    pauses = [after - before for before, after in itertools.pairwise(rig.tier.tried_s)]
+    assert all(pause_s >= RETRY_S * 2**at for at, pause_s in enumerate(pauses))
+    assert rig.agreement.why_pending("memory") == "a node is away"
+    assert rig.agreement.of(rig.handle, AWAY) is None, "the tier is not used for the namespace"
+    read = rig.tier.read
+    eventually(lambda: rig.tier.read > read + 3)  # while the order waits for its next try
+    assert len(rig.tier.tried_s) == 4
+    rig.order(2, OTHER)
+    eventually(lambda: [one.number for one in rig.done] == [2])
+    rig.tier.error = None
+    eventually(lambda: [one.number for one in rig.done] == [2, 1], LONGEST_RETRY_S + 5.0)
+    assert rig.agreement.why_pending("memory") == ""
+
+
+def test_a_tier_is_used_once_a_deletion_holds_there_though_not_everywhere(rig: Rig) -> None:
+    rig.tier.error = NotEverywhere("memory", "a deletion is not known yet at b")
+    for number in (1, 2):
+        rig.order(number)
+        eventually(lambda: rig.agreement.why_pending("memory") == "a deletion is not known yet at b")
+        eventually(lambda: rig.agreement.of(rig.handle, AWAY) is not None)
+    eventually(lambda: len(rig.tier.tried_s) >= 8)
+    assert rig.done == [] and rig.handle.counters["failures"] == 0, "a node that is away is no failure of the others"
+    rig.tier.error = None
+    eventually(lambda: [one.number for one in rig.done] == [1, 2], LONGEST_RETRY_S + 5.0)

@@ -151,6 +151,9 @@ class Server:
         self._on_ready = on_ready
         self._manager = ServiceManager(os.environ)
         self._stop_wanted = threading.Event()
+        self._early: list[int] = []
+        """Signals that came before there was anything to stop."""
+        self._terminal = Terminal()
         self._uvicorn: _Uvicorn | None = None
         self._drain: Drain | None = None
         self._failure: BaseException | None = None
@@ -160,9 +163,20 @@ class Server:
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
 
+    def take_signal(self, number: int) -> None:
+        """For signals that come while the server starts or cleans up, in the main thread. They mean what they mean
+        while it serves (`_Uvicorn.handle_exit`), so a server that is stopped while it starts keeps its pool."""
+        if number == signal.SIGHUP and self._terminal.has_gone():
+            number = signal.SIGTERM  # which drains as well
+        if self._uvicorn is None:
+            self._early.append(number)
+        else:
+            self._uvicorn.handle_exit(number, None)
+
     def run(self) -> None:
         settings = self._settings
         sys.setswitchinterval(SWITCH_S)
+        check_uvicorn(uvicorn.__version__)  # before there is a pool to lose
         try:
             access, extras = AccessFile(settings.access_file), open_extras(settings, __version__)
         except AccessFileError as error:
@@ -209,13 +223,14 @@ class Server:
                 self._manager.ready(f"serves engines at {addresses.unix}, HTTP at {addresses.http}")
 
             app = create_app(settings, parts, lifespan)
-            check_uvicorn(uvicorn.__version__)
             connections = connection_class(connection_limits(settings), parts.meter)
             self._uvicorn = _Uvicorn(
                 uvicorn_config(app, connections), parts.background, announce, rereading.run, drain,
                 lambda: self._publish_drain(pool), self._manager.alive,
             )
             self._uvicorn.should_exit = self._stop_wanted.is_set()
+            for number in self._early:
+                self._uvicorn.handle_exit(number, None)
             self._uvicorn.run(sockets=[tcp, unix])
         if self._failure is not None:
             raise self._failure

@@ -196,7 +196,7 @@ def test_a_real_server_keeps_hours_with_its_pool_and_the_next_one_shows_them() -
         server.stop(signal.SIGTERM)
         path = kept_of(pool_id, "history")
         other = Server(KeptObject(path, "the history"), 0.0)
-        doc = msgspec.json.decode(path.read_bytes())
+        doc = msgspec.json.decode(KeptObject(path, "the history").read())
         other.wall_s = doc["at"] - 200
         path.unlink()
         other.run(190, found=4)

@@ -14,6 +14,7 @@ import gc
 import itertools
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -70,6 +71,9 @@ GC_THRESHOLDS = (700, 10, 1000)
 """A full collection walks what connections are made of, which takes ms where thousands of engines are connected, so it
 comes a hundred times less often than Python's does. It walks no records of sessions, requests and chunks: they are
 structs with gc=False, and no cycle contains one."""
+NO_CORE_BYTES = 1
+"""The limit of a core dump, which would have sessions' ids and access tokens. Nothing is dumped then; with a limit of
+0, Linux still hands the dump to a program that `core_pattern` names."""
 GRACE_S = 1
 """How long calls in flight may take to end at shutdown, in every case."""
 LIVE = frozenset(Limits.__struct_fields__)
@@ -175,8 +179,7 @@ class Server:
 
     def run(self) -> None:
         settings = self._settings
-        sys.setswitchinterval(SWITCH_S)
-        check_uvicorn(uvicorn.__version__)  # before there is a pool to lose
+        _prepare_process()
         try:
             access, extras = AccessFile(settings.access_file), open_extras(settings, __version__)
         except AccessFileError as error:
@@ -268,6 +271,15 @@ class Server:
         if not task.cancelled():
             self._failure = task.exception()
             self.stop()
+
+
+def _prepare_process() -> None:
+    """Before there is a pool to lose. Raises StartupError: not_installed."""
+    check_uvicorn(uvicorn.__version__)
+    sys.setswitchinterval(SWITCH_S)
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    with suppress(OSError, ValueError):  # the system allows less, or forbids to change it
+        resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE_BYTES, hard))
 
 
 async def _settle() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -122,6 +123,12 @@ def dumped(pid: int, name: str) -> list[str]:
     return found
 
 
+def core_limit(pid: int) -> str:
+    """In bytes, as the kernel shows it."""
+    limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
+    return next(line.split()[4] for line in limits if line.startswith("Max core file size"))
+
+
 def mappings(pid: int, name: str) -> int:
     return sum(name in line for line in Path(f"/proc/{pid}/smaps").read_text().splitlines())
 
@@ -135,9 +142,22 @@ def test_no_core_dump_of_a_server_or_an_engine_has_the_pool() -> None:
             segments.attach(SegmentInfo(one.id, one.name, one.bytes, one.data_offset))
         for pid in (server.process.pid, os.getpid()):
             assert mappings(pid, name) and dumped(pid, name) == []
+        lock = f"kvdock-{server.pool_id:016x}.lock"
+        assert mappings(os.getpid(), lock) and dumped(os.getpid(), lock) == [], "its page has the pool's secret"
         server.stop()
         assert mappings(os.getpid(), f"{name}0000") and "(deleted)" in Path("/proc/self/smaps").read_text()
-        assert dumped(os.getpid(), name) == []
+        assert dumped(os.getpid(), name) == dumped(os.getpid(), lock) == []
+
+
+def test_a_server_that_crashes_dumps_nothing_whatever_the_limit_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory has what only callers may know: ids of sessions, and tokens. A limit of 0 stops no dump to a
+    program."""
+    unlimited = partial(resource.setrlimit, resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(ServerProcess, "before", staticmethod(unlimited))
+    with mortal() as server:
+        assert core_limit(server.process.pid) == "1"
+        assert server.stop(signal.SIGABRT) == -signal.SIGABRT
+        assert not [*Path.cwd().glob("core*"), *Path("/").glob("core*")]
 
 
 PASSWORD = "hunter2-hunter2"

@@ -53,11 +53,13 @@ MemberLock::MemberLock(const std::string& path, int64_t offset, bool with_childr
   void* p = mmap(nullptr, page_bytes(), PROT_READ, MAP_SHARED, file.fd, 0);
   if (p == MAP_FAILED) fail_errno("mmap");
   page_ = p;
-  if (!with_children && madvise(p, page_bytes(), MADV_DONTFORK) != 0) {
+  // Not for core dumps: the page has the pool's secret.
+  if (madvise(p, page_bytes(), MADV_DONTDUMP) != 0 ||
+      (!with_children && madvise(p, page_bytes(), MADV_DONTFORK) != 0)) {
     const int error = errno;
     close();
     errno = error;
-    fail_errno("madvise(MADV_DONTFORK)");
+    fail_errno("madvise(MADV_DONTDUMP, MADV_DONTFORK)");
   }
   KVDOCK_PAUSE("lock.mapped");
 }

@@ -89,10 +89,10 @@ def build(
     sessions, drain = _sessions(settings, pool, clocks)
     registry, clock = sessions.registry, sessions.clock
     kept = _kept(pool, "curve", "the curve of hit shares")
-    curves = Curves(pool, clocks.now_s, clocks.wall_s, kept) if "curve" in settings.observers else None
+    curves = Curves(pool, clocks.now_s, clocks.boot_s, kept) if "curve" in settings.observers else None
     beginnings = Beginnings(registry, pool.table)
     answers = Answers(pool.table, lambda space, keys: mover_client.absent(space, keys))
-    troubles, labels = Troubles(clocks.wall_s), Labels(registry, pool.table)
+    troubles, labels = Troubles(clocks.wall_s, clocks.boot_s), Labels(registry, pool.table)
     background = Background(lambda what: troubles.add_once("failed", OWN_TENANT, what))
     if pool.left_out:
         troubles.add("left_out", OWN_TENANT, pool.left_out)
@@ -107,7 +107,7 @@ def build(
     mover_client.has_routers(feeds.kv)
     history = History(
         settings.history_values, settings.history_interval_s, SERIES + TIER_SERIES * settings.has_tiers,
-        kept=_kept(pool, "history", "quotas, and the history of hours and days"), wall_s=clocks.wall_s,
+        kept=_kept(pool, "history", "quotas, and the history of hours and days"), boot_s=clocks.boot_s,
         beside={
             "hits": tally.hits, "namespaces": KeptNamespaces(registry, pool.table), "labels": labels,
             "quotas": sessions.quotas,
@@ -123,7 +123,7 @@ def build(
     overview = Overview(probes, sessions, tally, history, curves, tiers, clocks.wall_s)
     contents = Contents(pool.table, registry, labels, clock, clocks.now_s)
     lists = Lists(sessions, tally.recent, tally.hits, contents, mover_client.is_mover)
-    judge = Judge(probes, tally, troubles, curves, sessions, tiers, clocks.wall_s)
+    judge = Judge(probes, tally, troubles, curves, sessions, tiers)
     server_metrics = ServerMetrics(pool, overview, probes, meter, feeds, curves)
     handlers = Handlers(
         service=CacheService(

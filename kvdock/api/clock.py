@@ -16,6 +16,11 @@ from typing import NamedTuple
 MAX_STEP_NS = 1_000_000_000
 
 
+def boot_s() -> float:
+    """The time since this machine was started. Nobody can set this clock, and shared memory is no older."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 class Clocks(NamedTuple):
     """The clocks that a server reads. Tests pass clocks of their own."""
 
@@ -25,6 +30,8 @@ class Clocks(NamedTuple):
     """Unix seconds: dates what people read."""
     now_s: Callable[[], float] = time.monotonic
     """Never goes back; for times of seconds and more."""
+    boot_s: Callable[[], float] = boot_s
+    """Nobody sets it, and the next server goes on with it: for times that are kept."""
 
 
 def boottime_ns() -> int:

@@ -14,6 +14,7 @@ import gc
 import itertools
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -70,6 +71,9 @@ GC_THRESHOLDS = (20_000, 1000, 1_000_000)
 """Python's own collections come in the turn of whoever makes one more object, which may be a call's: they are left for
 what many calls make within YOUNG_S. All others have turns of their own (`collect_garbage`). None walks records of
 sessions, requests and chunks: they are structs with gc=False, and no cycle contains one."""
+NO_CORE_BYTES = 1
+"""The limit of a core dump, which would have sessions' ids and access tokens. Nothing is dumped then; with a limit of
+0, Linux still hands the dump to a program that `core_pattern` names."""
 GRACE_S = 1
 """How long calls in flight may take to end at shutdown, in every case."""
 LIVE = frozenset(Limits.__struct_fields__)
@@ -150,6 +154,9 @@ class Server:
         self._on_ready = on_ready
         self._manager = ServiceManager(os.environ)
         self._stop_wanted = threading.Event()
+        self._early: list[int] = []
+        """Signals that came before there was anything to stop."""
+        self._terminal = Terminal()
         self._uvicorn: _Uvicorn | None = None
         self._drain: Drain | None = None
         self._failure: BaseException | None = None
@@ -159,9 +166,19 @@ class Server:
         if self._uvicorn is not None:
             self._uvicorn.should_exit = True
 
+    def take_signal(self, number: int) -> None:
+        """For signals that come while the server starts or cleans up, in the main thread. They mean what they mean
+        while it serves (`_Uvicorn.handle_exit`), so a server that is stopped while it starts keeps its pool."""
+        if number == signal.SIGHUP and self._terminal.has_gone():
+            number = signal.SIGTERM  # which drains as well
+        if self._uvicorn is None:
+            self._early.append(number)
+        else:
+            self._uvicorn.handle_exit(number, None)
+
     def run(self) -> None:
         settings = self._settings
-        sys.setswitchinterval(SWITCH_S)
+        _prepare_process()
         try:
             access, extras = AccessFile(settings.access_file), open_extras(settings, __version__)
         except AccessFileError as error:
@@ -208,13 +225,14 @@ class Server:
                 self._manager.ready(f"serves engines at {addresses.unix}, HTTP at {addresses.http}")
 
             app = create_app(settings, parts, lifespan)
-            check_uvicorn(uvicorn.__version__)
             connections = connection_class(connection_limits(settings), parts.meter)
             self._uvicorn = _Uvicorn(
                 uvicorn_config(app, connections), parts.background, announce, rereading.run, drain,
                 lambda: self._publish_drain(pool), self._manager.alive,
             )
             self._uvicorn.should_exit = self._stop_wanted.is_set()
+            for number in self._early:
+                self._uvicorn.handle_exit(number, None)
             self._uvicorn.run(sockets=[tcp, unix])
         if self._failure is not None:
             raise self._failure
@@ -252,6 +270,15 @@ class Server:
         if not task.cancelled():
             self._failure = task.exception()
             self.stop()
+
+
+def _prepare_process() -> None:
+    """Before there is a pool to lose. Raises StartupError: not_installed."""
+    check_uvicorn(uvicorn.__version__)
+    sys.setswitchinterval(SWITCH_S)
+    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    with suppress(OSError, ValueError):  # the system allows less, or forbids to change it
+        resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE_BYTES, hard))
 
 
 async def _settle() -> None:

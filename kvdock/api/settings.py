@@ -47,7 +47,9 @@ OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE, ADDRESS_VARIA
 STORE_SETTINGS = {"peers": "peers_url", "mooncake": "mooncake_url", "redis": "redis_url", "objects": "objects_url"}
 """Stores that have a setting of their own, the quickest first. All others are in `tier_urls`."""
 _STORE = re.compile(r"([a-z][a-z0-9_-]*)=(\S+)")
-_URL = re.compile(r"https?://[^/\s]+(/\S*)?")
+_URL = re.compile(r"https?://[^/\s]+(/\S*)?", re.IGNORECASE)
+_ADDRESS = re.compile(r"https?://([\w.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?(/[^\s?#;@]*)?", re.IGNORECASE)
+"""A URL with nothing in it that may be secret."""
 _ZMQ = re.compile(r"tcp://(\*|[^\s:/]+|\[[0-9a-fA-F:]+\]):\d{1,5}|ipc://\S{1,100}")
 
 
@@ -63,9 +65,10 @@ def default_prefault_threads() -> int:
 
 
 Threads = Annotated[int, msgspec.Meta(ge=1, le=64)]
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-MOST_S = 1_000_000
-Seconds = Annotated[float, msgspec.Meta(gt=0, le=MOST_S)]
+Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+LEAST_S, MOST_S = 0.001, 1_000_000
+Seconds = Annotated[float, msgspec.Meta(ge=LEAST_S, le=MOST_S)]
+MANY_BYTES = 1 << 60
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 OnExit = Literal["remove", "keep"]
 Adopt = Literal["auto", "never", "require"]
@@ -90,7 +93,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     allowed_hosts: str = ""
     """Empty, on a loopback address: loopback names only, so that no web page reaches the pool by DNS rebinding."""
     access_file: str = ""
-    body_limit_bytes: Annotated[int, msgspec.Meta(ge=1 << 10)] = 8 << 20
+    body_limit_bytes: Annotated[int, msgspec.Meta(ge=1 << 10, le=GIB)] = 8 << 20
     tcp_connections: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
 
     # the pool
@@ -109,23 +112,23 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     session_grants: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1 << 12
 
     # what each tenant may use; 0: no limit
-    tenant_bytes: Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)] = 0
-    tenant_chunks: Annotated[int, msgspec.Meta(ge=0, lt=1 << 60)] = 0
+    tenant_bytes: Annotated[int, msgspec.Meta(ge=0, lt=MANY_BYTES)] = 0
+    tenant_chunks: Annotated[int, msgspec.Meta(ge=0, lt=MANY_BYTES)] = 0
     tenant_namespaces: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     tenant_sessions: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     tenant_grants: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
 
     # lower tiers; none of them: no mover is started
     disk_path: str = ""
-    disk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
-    disk_day_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    disk_bytes: Annotated[int, msgspec.Meta(ge=0, lt=MANY_BYTES)] = 0
+    disk_day_bytes: Annotated[int, msgspec.Meta(ge=0, lt=MANY_BYTES)] = 0
     redis_url: str = ""
     objects_url: str = ""
     mooncake_url: str = ""
     peers_url: str = ""
     tier_urls: str = ""
     tier_asks: Annotated[int, msgspec.Meta(ge=0, le=15)] = 0
-    tier_queue_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    tier_queue_bytes: Annotated[int, msgspec.Meta(ge=0, lt=MANY_BYTES)] = 0
     tier_keep: TierKeep = "shared"
     tier_drain_s: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 5.0
 
@@ -154,8 +157,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     kv_events_topic: str = ""
     kv_events_form: KvForm = "map"
     history_interval_s: Seconds = 1.0
-    history_values: Positive = 300
-    recent_requests: Positive = 16_384
+    history_values: Count = 300
+    recent_requests: Count = 16_384
 
     @property
     def has_tiers(self) -> bool:
@@ -210,12 +213,13 @@ class Effective(NamedTuple):
 
 def effective(
     environ: Mapping[str, str], *, config: str | None = None, flags: Mapping[str, object] | None = None,
-    on_unknown: Callable[[str], None] | None = None,
+    on_unknown: Callable[[str], None] | None = None, only: str = "",
 ) -> Effective:
     """All settings and where each comes from. `config`: a TOML file, else the one that KVDOCK_CONFIG names.
 
     A flag that is None was not given. `on_unknown`: variables that are no settings are left out, and it is called with
-    a sentence that names them; None: they are refused. Raises SettingsError.
+    a sentence that names them; None: they are refused. `only`: the one setting that is wanted; the others are left at
+    their defaults, so that a wrong value of theirs stops nobody who does not need it. Raises SettingsError.
     """
     values: dict[str, object] = {}
     origins: dict[str, Origin] = {}
@@ -236,6 +240,8 @@ def effective(
     if on_unknown and unknown:
         on_unknown(f"ignored, as no setting of kvdock has this name: {', '.join(_hints(unknown, where))}")
         values = {name: value for name, value in values.items() if name not in unknown}
+    if only:
+        values = {name: value for name, value in values.items() if name == only}
     settings = _load(values, where)
     return Effective(settings, {name: origins.get(name, Origin("default")) for name in Settings.__struct_fields__})
 
@@ -389,7 +395,8 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
             f"{', '.join(unknown)}"
         )
     _check_stores(settings)
-    _check_traces(settings, given)
+    _check_passwords(settings)
+    settings = _check_traces(settings, given)
     _check_kv_events(settings)
     if not settings.access_file and not is_loopback(settings.host):
         raise SettingsError(
@@ -420,17 +427,38 @@ def _check_stores(settings: Settings) -> None:
         names.add(name)
 
 
-def _check_traces(settings: Settings, given: set[str]) -> None:
+def _check_traces(settings: Settings, given: set[str]) -> Settings:
+    """Leaves out the address that the environment has for others, if no traces are wanted."""
     endpoint, is_on = settings.traces_endpoint, "traces" in settings.observers
-    if "@" in urlsplit(endpoint).netloc:  # it would be shown by GET /v1/config and by the command line
-        raise SettingsError("traces_endpoint wanted an address without user name and password; found one with them")
+    if endpoint and not is_on:
+        if "traces_endpoint" in given:
+            raise SettingsError(f"traces_endpoint wanted traces in observe={settings.observe!r} as well")
+        return msgspec.structs.replace(settings, traces_endpoint="")
     if is_on and not _URL.fullmatch(endpoint):
         raise SettingsError(
             f"observe={settings.observe!r} wanted traces_endpoint, or {OTLP_VARIABLE}, as http://host:4318, for where "
             f"traces are sent; found {endpoint!r}"
         )
-    if endpoint and not is_on and "traces_endpoint" in given:
-        raise SettingsError(f"traces_endpoint={endpoint!r} wanted traces in observe={settings.observe!r} as well")
+    if is_on and not _ADDRESS.fullmatch(endpoint):
+        raise SettingsError(
+            "traces_endpoint wanted an address like http://host:4318, without user name and password or parameters; "
+            "found another: secrets go into OTEL_EXPORTER_OTLP_HEADERS"
+        )
+    return settings
+
+
+def _check_passwords(settings: Settings) -> None:
+    """All users of the machine can read command lines, and GET /v1/config shows the settings."""
+    for name, url in settings.store_urls.items():
+        try:
+            found = urlsplit(url).password
+        except ValueError:
+            continue  # it is refused when the tier is opened
+        if found is not None:
+            raise SettingsError(
+                f"the URL of the tier {name}: found a password, wanted it in a file or an environment variable, "
+                "because all users of the machine can read command lines"
+            )
 
 
 def _is_beyond_loopback(endpoint: str) -> bool:

@@ -59,7 +59,8 @@ def default_address() -> str:
     SettingsError."""
     if named := os.environ.get(ADDRESS_VARIABLE):
         return named
-    return f"unix:{socket_of(effective(os.environ, on_unknown=warn_once))}"
+    found = effective(os.environ, on_unknown=warn_once, only="socket_path")
+    return f"unix:{socket_of(found)}"
 
 
 def socket_of(found: Effective) -> str:

@@ -199,7 +199,7 @@ def _path(access_file: str) -> str:
     from kvdock.api.settings import effective
     from kvdock.cli.client import warn_once
 
-    path = access_file or effective(os.environ, on_unknown=warn_once).settings.access_file
+    path = access_file or effective(os.environ, on_unknown=warn_once, only="access_file").settings.access_file
     if not path:
         raise CommandError("name the server's access file: --access-file FILE", WRONG)
     return path

@@ -368,6 +368,7 @@ def test_a_page_goes_on_where_it_stopped_though_items_have_gone(client: Client, 
 @pytest.mark.parametrize(("query", "code"), [
     ("limit=0", "bad_argument"), ("limit=1001", "bad_argument"), ("cursor=-1", "bad_argument"),
     ("cursor=abc", "bad_argument"), (f"cursor={1 << 64}", "bad_argument"), ("offset=3", "unknown_parameter"),
+    ("limit=1&limit=2", "bad_argument"),
 ])
 def test_a_page_nobody_can_mean_is_refused(server: ServerProcess, path: str, query: str, code: str) -> None:
     assert refused(server.http, "GET", f"{path}?{query}")["code"] == code

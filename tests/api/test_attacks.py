@@ -27,8 +27,9 @@ from api_helpers import (
 
 from kvdock._core import Mapping
 from kvdock.api.access.access_file import entry
+from kvdock.api.clock import boot_s
 from kvdock.api.errors import SettingsError
-from kvdock.api.pool.lock import PoolLock, boot_s, left_pools
+from kvdock.api.pool.lock import PoolLock, left_pools
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError

@@ -32,6 +32,7 @@ from flood_helpers import (
 )
 from starlette.types import Receive, Scope, Send
 
+from kvdock.api.access.access_file import entry
 from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.wire import COMMON_HEADERS
@@ -274,6 +275,31 @@ def test_strangers_that_hold_connections_keep_nobody_out(tmp_path: Path) -> None
             assert sock.recv(1) == b"", "those that had waited longest"
         known.sendall(request("GET", "/livez"))
         assert answered(known)[0] == 200, "who has shown a token stays"
+
+
+def test_a_tenant_that_holds_connections_keeps_nobody_out(tmp_path: Path) -> None:
+    """Neither probes nor people: it has half of them, and of its own the one that has waited longest gives way."""
+    token = "kvd_" + "t" * 43
+    team = entry("team", token, ["read"], "team")
+    with quick_server(str(tmp_path), team, tcp_connections=8) as quick, ExitStack() as held:
+        asked = NO_TOKEN[:-2] + f"Authorization: Bearer {token}\r\n\r\n".encode()
+        tenants = []
+        for _ in range(12):
+            sock = held.enter_context(wire(quick.http))
+            for _ in range(2):
+                sock.sendall(asked)
+                assert answered(sock)[0] == 200
+            tenants.append(sock)
+        for sock in tenants[:8]:
+            assert rest(sock) == b"", "those that had waited longest"
+        for sent in (NO_TOKEN, request("GET", "/v1/sessions")):
+            for _ in range(3):
+                sock = held.enter_context(wire(quick.http))
+                sock.sendall(sent)
+                assert answered(sock)[0] == 200, "there is room for a probe, and for people"
+        for sock in tenants[8:]:
+            sock.sendall(asked)
+            assert answered(sock)[0] == 200
 
 
 def test_a_stranger_that_is_answered_does_not_give_way(tmp_path: Path) -> None:

@@ -186,11 +186,11 @@ async def nothing_waits() -> None: ...
 
 def test_a_curve_that_was_kept_ages_while_no_server_runs(tmp_path: Path) -> None:
     settings = Settings.load(small_pool(socket_path=str(tmp_path / "s")))
-    pool, now_s, wall_s = open_pool(settings, secrets.randbits), [1000.0], [5000.0]
+    pool, now_s, boot_s = open_pool(settings, secrets.randbits), [1000.0], [5000.0]
     kept = KeptObject(tmp_path / "kvdock-curve", "the curve")
     try:
         def server() -> Curves:
-            return Curves(pool, lambda: now_s[0], lambda: wall_s[0], kept)
+            return Curves(pool, lambda: now_s[0], lambda: boot_s[0], kept)
 
         first, space = server(), NamespaceRecord(0, bytes(32), manifest(), "")
         for _ in range(64):
@@ -202,10 +202,10 @@ def test_a_curve_that_was_kept_ages_while_no_server_runs(tmp_path: Path) -> None
         head, simulated = first._content()
         assert head + simulated == kept.read() and simulated == first._simulated.keep(), "a megabyte is not copied"
         peer = of_user(os.geteuid())
-        now_s[0], wall_s[0] = 3.0, 5000.0 + 6 * 3600
+        now_s[0], boot_s[0] = 3.0, 5000.0 + 6 * 3600
         assert asyncio.run(server().total(peer)).lookups == 32
         assert asyncio.run(server().view(peer)).covers_s == 60 + 6 * 3600
-        wall_s[0] = 1.0  # the clock was set back: the curve is as it was
+        boot_s[0] = 1.0  # it cannot be earlier, so nobody knows how long the curve was away
         assert asyncio.run(server().total(peer)).lookups == 64
         kept.write(b"\x00" + kept.read())
         assert asyncio.run(server().total(peer)).lookups == 0

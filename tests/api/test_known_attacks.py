@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
+import resource
+import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +29,7 @@ from api_helpers import (
     keys,
     manifest,
     raw,
+    small_pool,
     unique,
 )
 from cli_helpers import kvdock, refusal
@@ -33,12 +37,18 @@ from connector_helpers import mortal
 from flood_helpers import until_closed
 from otlp_collector import Collector
 
-from kvdock.api.access.access_file import entry
+from kvdock.api.access.access_file import AccessFile, entry
+from kvdock.api.access.peer import of_user
+from kvdock.api.build import Parts, build
+from kvdock.api.clock import Clocks
+from kvdock.api.pool.pool import open_pool
+from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.connectors.session import EngineSession, Identity
 from kvdock.datapath.segments import AttachedSegments
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.outcomes import Outcome
+from kvdock.protocol.reports import Mark
 from kvdock.shm.objects import lock_path
 from kvdock.shm.segment import SegmentInfo
 
@@ -122,6 +132,12 @@ def dumped(pid: int, name: str) -> list[str]:
     return found
 
 
+def core_limit(pid: int) -> str:
+    """In bytes, as the kernel shows it."""
+    limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
+    return next(line.split()[4] for line in limits if line.startswith("Max core file size"))
+
+
 def mappings(pid: int, name: str) -> int:
     return sum(name in line for line in Path(f"/proc/{pid}/smaps").read_text().splitlines())
 
@@ -135,9 +151,22 @@ def test_no_core_dump_of_a_server_or_an_engine_has_the_pool() -> None:
             segments.attach(SegmentInfo(one.id, one.name, one.bytes, one.data_offset))
         for pid in (server.process.pid, os.getpid()):
             assert mappings(pid, name) and dumped(pid, name) == []
+        lock = f"kvdock-{server.pool_id:016x}.lock"
+        assert mappings(os.getpid(), lock) and dumped(os.getpid(), lock) == [], "its page has the pool's secret"
         server.stop()
         assert mappings(os.getpid(), f"{name}0000") and "(deleted)" in Path("/proc/self/smaps").read_text()
-        assert dumped(os.getpid(), name) == []
+        assert dumped(os.getpid(), name) == dumped(os.getpid(), lock) == []
+
+
+def test_a_server_that_crashes_dumps_nothing_whatever_the_limit_of_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory has what only callers may know: ids of sessions, and tokens. A limit of 0 stops no dump to a
+    program."""
+    unlimited = partial(resource.setrlimit, resource.RLIMIT_CORE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    monkeypatch.setattr(ServerProcess, "before", staticmethod(unlimited))
+    with mortal() as server:
+        assert core_limit(server.process.pid) == "1"
+        assert server.stop(signal.SIGABRT) == -signal.SIGABRT
+        assert not [*Path.cwd().glob("core*"), *Path("/").glob("core*")]
 
 
 PASSWORD = "hunter2-hunter2"
@@ -279,3 +308,31 @@ def test_nothing_that_a_server_tells_has_a_sessions_secret() -> None:
         secret = engine.session.rpartition("-")[2]
         assert engine.listed in "".join(said) and "kvdock" in said[-2], "the session is told of"
         assert [line for text in said for line in text.splitlines() if secret in line] == []
+
+
+@pytest.mark.parametrize("step_s", [86400.0, -86400.0])
+def test_a_step_of_the_wall_clock_hides_and_moves_nothing(tmp_path: Path, step_s: float) -> None:
+    """Neither what an operator has to see now, nor the charts that the next server goes on with."""
+    wall_s = [1e9]
+    settings = Settings.load(small_pool(socket_path=str(tmp_path / "s")))
+    pool = open_pool(settings, secrets.randbits)
+
+    def seen(parts: Parts) -> tuple[list[str], list[Mark], int]:
+        """Codes of findings, marks, and how many values of hours there are."""
+        found = asyncio.run(parts.handlers.judge.verdict(of_user(os.geteuid())))
+        stats = parts.sampler._history.view("hours", 1.0)
+        return [one.code for one in found.findings], stats.marks, len(stats.series[0].values)
+
+    try:
+        asyncio.run(pool.grow_first())
+        parts = build(settings, pool, AccessFile(""), Clocks(wall_s=lambda: wall_s[0]))
+        parts.keeper._tally.died(None)
+        before = seen(parts)
+        assert "engine_died" in before[0] and [one.kind for one in before[1]] == ["started"]
+        asyncio.run(parts.sampler.keep())
+        wall_s[0] += step_s
+        assert seen(parts)[0] == before[0] and seen(parts)[1][0].age_s < 60
+        codes, marks, values = seen(build(settings, pool, AccessFile(""), Clocks(wall_s=lambda: wall_s[0])))
+        assert codes == before[0] and [one.kind for one in marks] == ["started"] * 2 and values == 0
+    finally:
+        pool.close()

@@ -186,7 +186,7 @@ def test_a_curve_that_is_kept_has_all_lookups_that_were_answered() -> None:
             return before
 
         before = asyncio.run(story())
-        kept = Curves(rig.pool, curves._now_s, curves._wall_s, curves._kept)
+        kept = Curves(rig.pool, curves._now_s, curves._boot_s, curves._kept)
         assert kept._simulated.all.lookups == before + 1
 
 

@@ -46,7 +46,7 @@ REFUSED = {
 @pytest.fixture
 def quick(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Quick]:
     """Whoever has been refused BURST times waits for an hour."""
-    with quick_server(str(tmp_path_factory.mktemp("quick")), Pace(FOREVER_S)) as made:
+    with quick_server(str(tmp_path_factory.mktemp("quick")), pace=Pace(FOREVER_S)) as made:
         yield made
 
 
@@ -156,7 +156,7 @@ def test_processes_that_are_not_seen_here_pay_for_each_connection(
 
     monkeypatch.setattr(connection, "peer_of", unseen)
     message = REFUSED["a page"]
-    with quick_server(str(tmp_path), Pace(FOREVER_S)) as quick, wire(quick.unix) as one, wire(quick.unix) as other:
+    with quick_server(str(tmp_path), pace=Pace(FOREVER_S)) as quick, wire(quick.unix) as one, wire(quick.unix) as other:
         assert all(call(one, message) == 404 for _ in range(BURST // 2 + 1))
         one.sendall(message)
         assert all(call(other, message) == 404 for _ in range(BURST // 2))
@@ -166,7 +166,7 @@ def test_processes_that_are_not_seen_here_pay_for_each_connection(
 def test_time_in_which_the_server_does_not_read_is_not_the_clients(tmp_path: Path) -> None:
     """The rest of a refused body is read in three seconds, of which its client may use one."""
     pause_s, length = 0.01, 4 * BURST * LONG_READ_BYTES
-    with quick_server(str(tmp_path), Pace(pause_s), body_s=1.0) as quick, wire(quick.unix) as sock:
+    with quick_server(str(tmp_path), pace=Pace(pause_s), body_s=1.0) as quick, wire(quick.unix) as sock:
         began_s = time.monotonic()
         assert call(sock, request("POST", "/v1/weights", length=length)) == 413
         sock.sendall(bytes(length))

@@ -11,7 +11,7 @@ from kvdock.api.clock import ServerClock, boottime_ns
 from kvdock.api.errors import SettingsError
 from kvdock.api.http.guard import allowed_hosts, host_name
 from kvdock.api.pool.capacity import Capacity
-from kvdock.api.settings import Settings, effective
+from kvdock.api.settings import OTLP_VARIABLE, Settings, effective
 from kvdock.api.sizes import Whole, parse_bytes, parse_size, shared_memory
 from kvdock.protocol.access import default_socket_path
 
@@ -90,6 +90,47 @@ def test_a_settings_file_with_anything_in_it_is_read_or_refused(tmp_path: Path, 
 def test_a_settings_file_that_never_ends_is_refused(path: str) -> None:
     with pytest.raises(SettingsError, match=f"settings file {path}"):
         effective({"KVDOCK_CONFIG": path})
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("values", [
+    {name: number} for name in ("heartbeat_s", "ask_s", "watch_s", "history_interval_s") for number in ("1e-320", 1e-9)
+] + [
+    {name: 10**19} for name in ("history_values", "recent_requests", "disk_bytes", "disk_day_bytes", "tier_queue_bytes")
+] + [{"body_limit_bytes": "1TiB"}], ids=str)
+def test_a_number_with_which_no_server_could_work_is_refused(values: dict[str, object]) -> None:
+    """A time of nearly nothing has an infinite rate, and no list is as long as that."""
+    (name,) = values
+    with pytest.raises(SettingsError, match=f"{name}="):
+        Settings.load({"disk_path": "/d", "disk_bytes": "1GiB", **values})
+
+
+SECRET = "hunter2-hunter2"
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("values", [
+    {"observe": "traces", "traces_endpoint": f"http://host:4318/{rest}"}
+    for rest in (f"?api_key={SECRET}", f"#{SECRET}", f";key={SECRET}", f"{SECRET}@")
+] + [
+    {"redis_url": f"redis://me:{SECRET}@host"}, {"objects_url": f"s3://key:{SECRET}@bucket"},
+    {"tier_urls": f"cellar=cellar://me:{SECRET}@host"}, {"tier_urls": f"a=a://h b=b://:{SECRET}@h"},
+], ids=lambda values: str(values).replace(SECRET, "SECRET"))
+def test_no_secret_is_taken_in_the_url_of_any_setting(values: dict[str, object]) -> None:
+    with pytest.raises(SettingsError) as refused:
+        Settings.load(values)
+    assert SECRET not in str(refused.value) and "password" in str(refused.value)
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("endpoint", ["http://[::1", "http://[x]:1", f"http://me:{SECRET}@host:4318"])
+def test_an_address_that_the_environment_has_for_others_stops_nobody(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OTLP_VARIABLE, endpoint)
+    assert Settings.load({}).traces_endpoint == ""
+    with pytest.raises(SettingsError, match="traces_endpoint wanted an address"):
+        Settings.load({"observe": "traces"})
 
 
 def test_settings_come_from_the_environment_and_arguments_win() -> None:

@@ -292,15 +292,15 @@ def sessions_of_movers(client: Client) -> int:
 @pytest.mark.parametrize("count", [1, 100])
 def test_only_the_last_troubles_of_a_kind_are_kept(count: int) -> None:
     now = {"s": 0.0}
-    troubles = Troubles(lambda: now["s"])
+    troubles = Troubles(lambda: 0.0, lambda: now["s"])
     troubles.add("misread", "", "another kind")
     for number in range(count):
         now["s"] = float(number)
         troubles.add("died", "", f"engine {number}")
-    found = troubles.since("died", -1.0)
+    found = troubles.within("died", now["s"] + 1)
     assert len(found) == min(count, 64) and found[-1].who == f"engine {count - 1}"
-    assert troubles.since("damaged", -1.0) == [] and len(troubles.since("misread", -1.0)) == 1
-    assert troubles.since("died", now["s"]) == []
+    assert troubles.within("damaged", 1e9) == [] and len(troubles.within("misread", 1e9)) == 1
+    assert troubles.within("died", 0.0) == []
 
 
 @pytest.mark.parametrize(("shares", "prompt", "today", "wanted"), [

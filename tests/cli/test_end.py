@@ -281,6 +281,31 @@ def test_a_kept_pool_is_whole_and_the_next_server_at_its_socket_has_it(tmp_path:
     assert " INFO " in told and told.endswith("and drops 0 chunks that were being stored")
 
 
+@pytest.mark.security
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_while_the_server_starts_costs_no_pool(tmp_path: Path, number: signal.Signals) -> None:
+    """As when a service is restarted twice. SIGHUP stops no server: settings are read again once it serves."""
+    keep = ("--on-exit", "keep")
+    with ready(tmp_path, *keep) as (process, client):
+        pool = pool_of(client)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=TIMEOUT_S)
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
+    try:
+        with kvdock_serve(tmp_path, *keep) as process:
+            eventually((tmp_path / "kvdock.sock").exists)  # it is bound before the pool is opened
+            process.send_signal(number)
+            if number == signal.SIGHUP:
+                assert first_line(process).startswith("kvdock is ready")
+                process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=TIMEOUT_S)
+        assert process.returncode == 0 and complaints(err) == []
+        assert f"pool {pool:016x} stays in shared memory" in err
+    finally:
+        signal.signal(signal.SIGHUP, inherited)
+        remove_stale(spare=lambda left: left.pool_id != pool)
+
+
 @pytest.mark.parametrize("first", [None, signal.SIGTERM])
 def test_ctrl_c_removes_the_pool_whatever_on_exit_says(tmp_path: Path, first: signal.Signals | None) -> None:
     with ready(tmp_path, *LONG, "--on-exit", "keep") as (process, client):

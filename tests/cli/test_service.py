@@ -110,7 +110,19 @@ def test_unknown_variables_stop_no_command_that_only_asks(tmp_path: Path) -> Non
     assert "unknown settings: pool_byts (meant pool_bytes?) (KVDOCK_POOL_BYTS)" in said
 
 
+@pytest.mark.parametrize("wrong", [
+    {"KVDOCK_PORT": "tcp://10.0.0.1:7410"}, {"KVDOCK_POOL_BYTES": "abc"}, {"KVDOCK_LOG_LEVEL": "noise"},
+    {"KVDOCK_HOST": "0.0.0.0"}, {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://[::1"},
+], ids=lambda wrong: next(iter(wrong)))
+def test_a_wrong_setting_stops_no_command_that_does_not_need_it(wrong: dict[str, str]) -> None:
+    """As Kubernetes sets KVDOCK_PORT in all pods of a namespace that has a service `kvdock`."""
+    with ServerProcess() as server:
+        done = kvdock("status", KVDOCK_SOCKET_PATH=server.unix.removeprefix("unix:"), **wrong)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(("flags", "said"), [
+    (("--redis-url", "redis://[::1"), "the tier redis cannot be used: found 'redis://[::1', wanted a URL"),
     (("--redis-url", "127.0.0.1:6379"), "the tier redis cannot be used: "),
     (("--objects-url", "s3://"), "the tier objects cannot be used: s3: found no name of a bucket"),
     (("--objects-url", "s3://bucket"), "the tier objects cannot be used: s3: found no credentials in the environment"),

@@ -108,9 +108,10 @@ class Quick(NamedTuple):
 
 
 @contextmanager
-def quick_server(folder: str, pace: Pace | None = None, **limits: Any) -> Iterator[Quick]:
-    """The real application and connections in a thread, with other limits than the server's own."""
-    path = str(access_file(Path(folder)))
+def quick_server(folder: str, *tokens: str, pace: Pace | None = None, **limits: Any) -> Iterator[Quick]:
+    """The real application and connections in a thread, with other limits than the server's own. `tokens`: more entries
+    of its access file."""
+    path = str(access_file(Path(folder), *tokens))
     settings = Settings.load(small_pool(socket_path=f"{folder}/quick.sock", access_file=path))
     pool = open_pool(settings, secrets.randbits)
     loop = asyncio.new_event_loop()

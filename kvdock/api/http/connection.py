@@ -33,9 +33,10 @@ from kvdock.api.turns import ENDS_OF_TURN, ENGINE_READS_OF_TURN, LONG_READ_BYTES
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.reports import Problem
+from kvdock.protocol.wire_types import OWN_TENANT
 
-STRANGERS_SHARE = 0.5
-"""The share of all connections that strangers of one address may have."""
+SHARE = 0.5
+"""The share of all connections that strangers of one address may have, or one tenant."""
 log = logging.getLogger("kvdock.api.http")
 
 
@@ -80,13 +81,16 @@ class ConnectionCount:
     Strangers are callers that have shown no token on the connection. They may take all that is free, but from one
     address no more than a share; and where there is no room, the stranger that has waited longest gives way. So
     whoever opens connections and keeps them stops nobody else: neither probes, which have no token, nor people.
+    A tenant has no more than a share either: of its own, the one that has waited longest gives way.
     """
 
     def __init__(self, name: str, limit: int) -> None:
         self.name, self.limit, self.open = name, limit, 0
         self.strangers: dict[Connection, None] = {}
         """The one that has been quiet for longest comes first."""
-        self._share = max(1, int(STRANGERS_SHARE * limit))
+        self._of_tenants: dict[str, dict[Connection, None]] = {}
+        """Those that have shown a token of a tenant; likewise."""
+        self._share = max(1, int(SHARE * limit))
 
     def make_room(self, address: str) -> bool:
         """Whether one more connection from the address fits, after one has given way if need be."""
@@ -94,6 +98,15 @@ class ConnectionCount:
         if len(near) >= self._share:
             return _give_way(near)
         return self.open < self.limit or _give_way(self.strangers)
+
+    def of_tenant(self, tenant: str) -> dict[Connection, None] | None:
+        """The connections of a tenant; None: the server's own user may have all."""
+        return None if tenant == OWN_TENANT else self._of_tenants.setdefault(tenant, {})
+
+    def keep_share(self, among: dict[Connection, None]) -> None:
+        """One of the connections gives way if they are too many."""
+        if len(among) > self._share:
+            _give_way(list(among))
 
 
 def _give_way(strangers: Iterable[Connection]) -> bool:
@@ -135,6 +148,8 @@ class Connection(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._counted: ConnectionCount | None = None
+        self._among: dict[Connection, None] | None = None
+        """The connections with which it has a share in common; None: it may stay."""
         self.address = ""
         self._arriving = Arrival()
         self._refusal: ApiError | None = None
@@ -170,15 +185,18 @@ class Connection(HttpToolsProtocol):
         count.open += 1
         self._counted = count
         if peer.tenant is None:
-            count.strangers[self] = None
+            self._among = count.strangers
+            self._among[self] = None
             self.timeout_keep_alive = self.limits.stranger_idle_s
         self._wait(self.limits.header_s)
 
     def _uncount(self) -> None:
         if self._counted is not None:
             self._counted.open -= 1
-            self._counted.strangers.pop(self, None)
             self._counted = None
+        if self._among is not None:
+            self._among.pop(self, None)
+            self._among = None
 
     @property
     def who(self) -> Hashable:
@@ -208,15 +226,21 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def _is_heard(self) -> None:
-        """A stranger that is heard comes last; a caller that has shown a token is no stranger from then on."""
-        count, running = self._counted, self._running
-        if count is None or self not in count.strangers:
+        """Whoever is heard comes last among those that it shares with; a caller that has shown a token is no stranger
+        from then on."""
+        count, among = self._counted, self._among
+        if count is None or among is None:
             return
-        del count.strangers[self]
-        if running is not None and running.scope["state"]["peer"].tenant is not None:
-            self.timeout_keep_alive = self.limits.idle_s
+        del among[self]
+        tenant: str | None = None if self._running is None else self._running.scope["state"]["peer"].tenant
+        if tenant is None:
+            among[self] = None
         else:
-            count.strangers[self] = None
+            self.timeout_keep_alive = self.limits.idle_s
+            self._among = count.of_tenant(tenant)
+            if self._among is not None:
+                self._among[self] = None
+                count.keep_share(self._among)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """After a reset, ends now what a call would still use, and the rest when it is its turn: the process that ends
@@ -330,6 +354,8 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None:
             return
         self._is_heard()
+        if self._counted is None:
+            return  # it was the one that gave way
         self._unset_keepalive_if_required()
         arriving = self._arriving
         arriving.quiet_bytes += len(data)

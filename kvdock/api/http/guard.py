@@ -146,7 +146,7 @@ class Guard:
         self._meter.timings.add(method, _path_of(scope), self._meter.now_ns() - started_ns)
 
     def _check(self, scope: Scope) -> None:
-        """Raises ApiError, as Checks does; method_not_allowed, unknown_parameter."""
+        """Raises ApiError, as Checks does; method_not_allowed, and as _check_parameters."""
         route = next((route for route in self._routes if route.matches(scope)[0] is Match.FULL), None)
         called = route if route is not None and route.include_in_schema else None
         headers = dict(scope["headers"])
@@ -183,11 +183,15 @@ def refused(error: ApiError, path: str) -> Response:
 
 
 def _check_parameters(query: str, route: APIRoute) -> None:
-    """A parameter that no code reads is refused, not ignored. Raises ApiError(unknown_parameter)."""
-    wanted = sorted(parameter.alias for parameter in route.dependant.query_params)
+    """A parameter that no code reads is refused, not ignored. Raises ApiError: unknown_parameter; bad_argument for one
+    that comes twice."""
+    wanted, seen = sorted(parameter.alias for parameter in route.dependant.query_params), set[str]()
     for name, _ in parse_qsl(query, keep_blank_values=True):
         if name not in wanted:
             raise ApiError("unknown_parameter", "the call has no such parameter", found=name, wanted=wanted)
+        if name in seen:
+            raise ApiError("bad_argument", f"query.{name}: it comes twice", found=f"query.{name}", wanted="once")
+        seen.add(name)
 
 
 def allowed_hosts(settings: Settings) -> frozenset[str] | None:

@@ -22,13 +22,13 @@ from typing import Final, NamedTuple
 
 from kvdock._core import Table, TableError
 from kvdock.api.errors import AdoptionError, OtherFormat, StartupError
-from kvdock.api.pool.kept_object import KeptObject
+from kvdock.api.pool.kept_object import read_own
 from kvdock.api.pool.lock import LeftPool, PoolLock, left_pools, secret_of
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.api.settings import Settings
 from kvdock.protocol.access import require_trusted_server
 from kvdock.shm import objects as shm
-from kvdock.shm.errors import AttachError, PoolGone, PoolInUse, PoolTooSmall, SegmentWrongVersion
+from kvdock.shm.errors import AttachError, ForeignObject, PoolGone, PoolInUse, PoolTooSmall, SegmentWrongVersion
 from kvdock.shm.objects import kept_path
 
 # --------------------------------------------------------------------------- the mark of a crash
@@ -60,7 +60,10 @@ class CrashMark:
     def read(self) -> str:
         """How the last server that used the pool without trusting it crashed, like `Segmentation fault`; '': it did
         not."""
-        lines = KeptObject(self._path, "the mark of a crash").read().decode(errors="replace").splitlines()
+        try:
+            lines = read_own(self._path).decode(errors="replace").splitlines()
+        except (OSError, ForeignObject):  # there is none of this user
+            return ""
         return lines[0].removeprefix(HEADING) if lines else ""
 
     def begin(self, *, catches_signals: bool) -> None:

@@ -1,5 +1,5 @@
 """A small object beside the pool, which the next server of the pool finds: written as a whole, or not at all, and
-never with less than was written before."""
+never with less than was written before. One that is damaged is read as if there were none."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvdock.shm import objects as shm
 from kvdock.shm.errors import ForeignObject
+from kvdock.shm.sealed import seal_of, unsealed
 
 log = logging.getLogger("kvdock.api")
 
@@ -29,16 +30,15 @@ class KeptObject:
         self._writing = threading.Lock()
         self._asked = self._written = 0
 
-    def read(self) -> bytes:
-        """Returns its content; empty: there is none, or it cannot be read."""
+    def read(self) -> memoryview:
+        """Returns its content; empty: there is none, or it is damaged or cannot be read."""
         try:
-            with os.fdopen(shm.open_own(self._path), "rb") as file:
-                return file.read()
+            return unsealed(read_own(self._path))
         except FileNotFoundError:
-            return b""
-        except (OSError, ForeignObject) as error:
-            log.warning("%s begins anew: %s", self._what, error)
-            return b""
+            return memoryview(b"")
+        except (OSError, ForeignObject, ValueError) as error:
+            log.warning("%s begins anew: %s: %s", self._what, self._path, error)
+            return memoryview(b"")
 
     def write(self, *content: Piece) -> None:
         """`content`: in pieces."""
@@ -62,7 +62,7 @@ class KeptObject:
             fresh.unlink(missing_ok=True)
             fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:
-                file.writelines(content)
+                file.writelines((seal_of(content), *content))
             fresh.replace(self._path)
             self.failure = ""
         except OSError as error:
@@ -70,3 +70,9 @@ class KeptObject:
             with suppress(OSError):  # its pages are missed elsewhere
                 fresh.unlink(missing_ok=True)
             log.warning("%s: not kept for the next server: %s", self._what, error)
+
+
+def read_own(path: Path) -> bytes:
+    """All of an object of this user. Raises OSError, ForeignObject."""
+    with os.fdopen(shm.open_own(path), "rb") as file:
+        return file.read()

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from kvdock._core import MemberLock, lock_holder_alive
+from kvdock.api.clock import boot_s
 from kvdock.shm import objects as shm
 from kvdock.shm.errors import ForeignObject, PoolGone, PoolInUse
 from kvdock.shm.locks import LOCK_FILE_BYTES, SECRET_BYTES, SERVER_OFFSET
 
 SECRET_OFFSET = LOCK_FILE_BYTES - SECRET_BYTES
-
-
-def boot_s() -> float:
-    """The time since this machine was started. Nobody can set this clock, and shared memory is no older."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class PoolLock:

@@ -58,9 +58,9 @@ class _Space(msgspec.Struct, frozen=True):
 
 
 class _Kept(msgspec.Struct):
-    """`at`: Unix seconds. `spaces`: the least recently used comes first."""
+    """`at_boot_s`: when, by boot_s. `spaces`: the least recently used comes first."""
 
-    at: float
+    at_boot_s: float
     eviction: str
     pool_bytes: int
     covers_s: float
@@ -76,10 +76,11 @@ class Curves:
     sizes."""
 
     def __init__(
-        self, pool: Pool, now_s: Callable[[], float], wall_s: Callable[[], float], kept: KeptObject | None = None
+        self, pool: Pool, now_s: Callable[[], float], boot_s: Callable[[], float], kept: KeptObject | None = None
     ) -> None:
-        """`kept`: the object that keeps the curve for the next server of the pool; None: it ends with this one."""
-        self._pool, self._now_s, self._wall_s, self._kept = pool, now_s, wall_s, kept
+        """`boot_s`: the time since this machine was started. `kept`: the object that keeps the curve for the next
+        server of the pool; None: it ends with this one."""
+        self._pool, self._now_s, self._boot_s, self._kept = pool, now_s, boot_s, kept
         self._salt = int.from_bytes(hashlib.blake2b(pool.secret, digest_size=8, person=b"kvdock curve").digest())
         self._begin(pool.limits)
         self._kept_s = now_s()
@@ -123,7 +124,7 @@ class Curves:
         self._follow_limits()
         simulated = self._simulated.keep()
         head = msgspec.msgpack.encode(_Kept(
-            at=self._wall_s(), eviction=self._pool.policy_of(self._limits), pool_bytes=self._limits.pool_bytes,
+            at_boot_s=self._boot_s(), eviction=self._pool.policy_of(self._limits), pool_bytes=self._limits.pool_bytes,
             covers_s=self._now_s() - self._began_s, spaces=list(self._spaces.values()), simulated=b"",
         ))
         return head.removesuffix(_NO_BYTES) + b"\xc6" + len(simulated).to_bytes(4, "big"), simulated
@@ -137,7 +138,7 @@ class Curves:
             simulated.of_space(space.number)  # there is such a number
         self._simulated = simulated
         self._spaces.update((space.base, space) for space in kept.spaces)
-        away_s = max(0.0, self._wall_s() - kept.at)
+        away_s = max(0.0, self._boot_s() - kept.at_boot_s)
         self._began_s -= max(0.0, kept.covers_s) + away_s
         self._aged_s -= away_s
 

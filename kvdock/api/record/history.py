@@ -15,9 +15,8 @@ from typing import Final, Literal, NamedTuple, Protocol
 
 import msgspec
 
-from kvdock.api.clock import ServerClock
+from kvdock.api.clock import ServerClock, boot_s
 from kvdock.api.pool.kept_object import KeptObject, Piece
-from kvdock.api.pool.lock import boot_s
 from kvdock.api.pool.pool import Pool
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.curve import Curves
@@ -203,9 +202,9 @@ class KeptBeside(Protocol):
 
 
 class _Kept(msgspec.Struct):
-    """The series as they are kept, and what is kept beside them, by name. `at`: Unix seconds."""
+    """The series as they are kept, and what is kept beside them, by name. `at_boot_s`: when, by boot_s."""
 
-    at: float
+    at_boot_s: float
     levels: dict[Over, Stats]
     beside: dict[str, msgspec.Raw] = {}
 
@@ -215,15 +214,14 @@ class History:
 
     def __init__(
         self, values: int, interval_s: float, specs: tuple[SeriesSpec, ...] = SERIES, *, kept: KeptObject | None = None,
-        beside: Mapping[str, KeptBeside] | None = None, wall_s: Callable[[], float],
-        boot_s: Callable[[], float] = boot_s,
+        beside: Mapping[str, KeptBeside] | None = None, boot_s: Callable[[], float] = boot_s,
     ) -> None:
         """`kept`: the object that keeps hours, days and marks; None: they end with the server. `beside`: by name, what
         the object keeps as well. `boot_s`: the time since this machine was started."""
         levels = (Level("minutes", interval_s, values), *KEPT_LEVELS)
         self._levels = {level.name: _Rings(level, specs) for level in levels}
-        self.marks = Marks(wall_s)
-        self._kept, self._beside, self._wall_s = kept, {"marks": self.marks, **(beside or {})}, wall_s
+        self.marks = Marks(boot_s)
+        self._kept, self._beside = kept, {"marks": self.marks, **(beside or {})}
         self._boot_s, self._sampled_at_s, self._sampled_at_boot_s = boot_s, 0.0, 0.0
         self._keeping, self._begun = asyncio.Lock(), 0
         self._take_over()
@@ -293,7 +291,7 @@ class History:
 
     def _content(self, now_s: float) -> Iterator[Piece]:
         """A _Kept in pieces, each made in little time: together they may be megabytes, which are not copied."""
-        yield b'{"at":%b,"levels":{' % msgspec.json.encode(self._wall_s())
+        yield b'{"at_boot_s":%b,"levels":{' % msgspec.json.encode(self._boot_s())
         for number, level in enumerate(KEPT_LEVELS):
             yield b'%b"%b":' % (b"," if number else b"", level.name.encode())
             yield from self._levels[level.name].kept(now_s)
@@ -321,7 +319,7 @@ class History:
         for level in KEPT_LEVELS:
             stats = kept.levels.get(level.name)
             if stats is not None and stats.interval_s == level.interval_s:
-                away_s = max(0.0, self._wall_s() - kept.at) + stats.age_s
+                away_s = max(0.0, self._boot_s() - kept.at_boot_s) + stats.age_s
                 self._levels[level.name].take_over(stats, int(away_s / level.interval_s))
 
 
@@ -374,28 +372,28 @@ QUOTAS: Final = "quotas"
 
 
 class _KeptMark(msgspec.Struct, omit_defaults=True):
-    """`at`: Unix seconds."""
+    """`at_boot_s`: when, by boot_s."""
 
-    at: float
+    at_boot_s: float
     kind: Literal["started", "limits"]
     limits: list[str] = []
     pool_bytes: int | None = None
 
 
 class Marks:
-    """The last MOST_MARKS; a subscriber of the journal. `wall_s`: Unix seconds."""
+    """The last MOST_MARKS; a subscriber of the journal. `boot_s`: the time since this machine was started."""
 
     name = "marks"
     kinds = (LimitsChanged,)
 
-    def __init__(self, wall_s: Callable[[], float]) -> None:
-        self._wall_s = wall_s
+    def __init__(self, boot_s: Callable[[], float]) -> None:
+        self._boot_s = boot_s
         self._known: deque[_KeptMark] = deque(maxlen=MOST_MARKS)
         self._has_changed = False
 
     def started(self) -> None:
         """A server of the pool begins."""
-        self._known.append(_KeptMark(self._wall_s(), "started"))
+        self._known.append(_KeptMark(self._boot_s(), "started"))
         self._has_changed = True
 
     def take(self, event: Event) -> None:
@@ -409,8 +407,8 @@ class Marks:
         self._add([QUOTAS], None)
 
     def _add(self, names: Sequence[str], pool_bytes: int | None) -> None:
-        now, last = self._wall_s(), self._known[-1] if self._known else None
-        if last is not None and last.kind == "limits" and 0 <= now - last.at < TOGETHER_S:
+        now, last = self._boot_s(), self._known[-1] if self._known else None
+        if last is not None and last.kind == "limits" and 0 <= now - last.at_boot_s < TOGETHER_S:
             last.limits += [name for name in names if name not in last.limits]
             last.pool_bytes = last.pool_bytes if pool_bytes is None else pool_bytes
         else:
@@ -419,10 +417,10 @@ class Marks:
 
     def within(self, seconds: float) -> list[Mark]:
         """Those of the last `seconds`, oldest first."""
-        now = self._wall_s()
+        now = self._boot_s()
         return [
-            Mark(age_s=max(0.0, now - one.at), kind=one.kind, limits=one.limits, pool_bytes=one.pool_bytes)
-            for one in self._known if now - one.at <= seconds
+            Mark(age_s=max(0.0, now - one.at_boot_s), kind=one.kind, limits=one.limits, pool_bytes=one.pool_bytes)
+            for one in self._known if now - one.at_boot_s <= seconds
         ]
 
     # ---------------------------------------------------------------- kept with the pool

@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvdock._core import Lookup as Found, Table
+from kvdock.api.clock import boot_s
 from kvdock.api.pool.registry import Hits, NamespaceRecord, Recent, SessionRecord
 from kvdock.api.record.requests import Detail
 from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED, ComputedWhy, PromptRun
@@ -333,14 +334,14 @@ OTHER_ENGINES = Whose(*OTHERS, OTHERS[1])
 class Lately:
     """The last hour by engine, in spans of five minutes: what is right or wrong now, whatever was before."""
 
-    def __init__(self, wall_s: Callable[[], float]) -> None:
-        self._wall_s = wall_s
+    def __init__(self, boot_s: Callable[[], float]) -> None:
+        self._boot_s = boot_s
         self._spans: deque[tuple[float, dict[Whose, Hits]]] = deque(maxlen=SPANS_LATELY)
-        """Each with its beginning, in Unix seconds."""
+        """Each with its beginning, by `boot_s`."""
 
     def ended(self, engine: Whose, outcome: OutcomeView) -> None:
-        now_s = self._wall_s()
-        if not self._spans or not 0 <= now_s - self._spans[-1][0] < LATELY_S / SPANS_LATELY:
+        now_s = self._boot_s()
+        if not self._spans or now_s - self._spans[-1][0] >= LATELY_S / SPANS_LATELY:
             self._spans.append((now_s, {}))
         _, span = self._spans[-1]
         if engine not in span and len(span) >= MOST_ENGINES:
@@ -349,9 +350,9 @@ class Lately:
 
     def sums(self, sees: Callable[[str], bool]) -> dict[Whose, Hits]:
         """What engines did whose tenants the caller sees."""
-        now_s, found = self._wall_s(), dict[Whose, Hits]()
+        now_s, found = self._boot_s(), dict[Whose, Hits]()
         for began_s, span in self._spans:
-            if abs(now_s - began_s) <= LATELY_S:
+            if now_s - began_s <= LATELY_S:
                 for engine, hits in span.items():
                     if sees(engine.tenant):
                         found.setdefault(engine, Hits()).add(hits.view())
@@ -359,12 +360,13 @@ class Lately:
 
 
 class HitRecord:
-    """`wall_s`: Unix seconds; days are those of the server's time zone."""
+    """`wall_s`: Unix seconds; days are those of the server's time zone. `boot_s`: the time since this machine was
+    started."""
 
-    def __init__(self, wall_s: Callable[[], float] = time.time) -> None:
+    def __init__(self, wall_s: Callable[[], float] = time.time, boot_s: Callable[[], float] = boot_s) -> None:
         self.total = Hits()
         self.by_model: dict[Key, Hits] = {}
-        self.lately = Lately(wall_s)
+        self.lately = Lately(boot_s)
         self._wall_s = wall_s
         self._days: OrderedDict[str, dict[Key, Hits]] = OrderedDict()
         """By date, as 2026-11-25; the oldest first."""

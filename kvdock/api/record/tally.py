@@ -96,7 +96,7 @@ class Tally:
         keep = 4 * settings.table_grants  # requests and grants
         self.counters = Counters()
         self.recent = RecentRequests(settings.recent_requests)
-        self.hits = HitRecord(clocks.wall_s)
+        self.hits = HitRecord(clocks.wall_s, clocks.boot_s)
         self.learned = learned
         self.now_ns = clocks.perf_ns
         self._apart = Counters()

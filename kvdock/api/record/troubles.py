@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvdock.api.clock import boot_s
 from kvdock.protocol.reports import TroubleKind
 
 MOST_TROUBLES = 64
@@ -18,22 +19,23 @@ MOST_TROUBLES = 64
 
 
 class Trouble(NamedTuple):
-    """`at`: Unix seconds. `who`: the engine's label or session; or the pool, and why it was left out; or what failed,
-    and why."""
+    """`at`: Unix seconds, for people; `at_boot_s`: the same moment by a clock that nobody sets. `who`: the engine's
+    label or session; or the pool, and why it was left out; or what failed, and why."""
 
     kind: TroubleKind
     at: float
     tenant: str
     who: str
+    at_boot_s: float
 
 
 class Troubles:
-    """`wall_s`: Unix seconds. Safe to use from several threads."""
+    """`wall_s`: Unix seconds. `boot_s`: the time since this machine was started. Safe to use from several threads."""
 
-    def __init__(self, wall_s: Callable[[], float]) -> None:
+    def __init__(self, wall_s: Callable[[], float], boot_s: Callable[[], float] = boot_s) -> None:
         self._known: dict[TroubleKind, deque[Trouble]] = {}
         self._has_changed = False
-        self._wall_s, self._lock = wall_s, threading.RLock()
+        self._wall_s, self._boot_s, self._lock = wall_s, boot_s, threading.RLock()
 
     def acknowledge(self) -> int:
         """An operator has seen all that happened so far. Returns how many those were."""
@@ -45,7 +47,7 @@ class Troubles:
 
     def add(self, kind: TroubleKind, tenant: str, who: str) -> None:
         with self._lock:
-            self._of(kind).append(Trouble(kind, self._wall_s(), tenant, who))
+            self._of(kind).append(Trouble(kind, self._wall_s(), tenant, who, self._boot_s()))
             self._has_changed = True
 
     def _of(self, kind: TroubleKind) -> deque[Trouble]:
@@ -59,10 +61,11 @@ class Troubles:
                 known.remove(one)
             self.add(kind, tenant, who)
 
-    def since(self, kind: TroubleKind, at: float) -> list[Trouble]:
-        """Those of a kind that happened after `at` and are not acknowledged, oldest first."""
+    def within(self, kind: TroubleKind, seconds: float) -> list[Trouble]:
+        """Those of a kind that happened in the last `seconds` and are not acknowledged, oldest first."""
+        since_s = self._boot_s() - seconds
         with self._lock:
-            return [one for one in self._known.get(kind, ()) if one.at > at]
+            return [one for one in self._known.get(kind, ()) if one.at_boot_s > since_s]
 
     # ---------------------------------------------------------------- kept with the pool
 

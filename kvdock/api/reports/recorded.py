@@ -50,7 +50,7 @@ class Labels(Protocol):
 class Troubles(Protocol):
     """What went wrong last: `Troubles`."""
 
-    def since(self, kind: TroubleKind, at: float) -> list[Trouble]: ...
+    def within(self, kind: TroubleKind, seconds: float) -> list[Trouble]: ...
 
 
 class Totals(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import PurePosixPath
@@ -76,7 +76,6 @@ class Judged:
     """All, since the start."""
     lately: dict[Whose, Hits]
     """The last hour, of the tenants that the caller sees."""
-    now_s: float
 
     @property
     def lately_tokens(self) -> int:
@@ -90,20 +89,20 @@ class Judged:
 
 
 class Judge:
-    """`curves`: None if the curve is switched off. `wall_s`: Unix seconds."""
+    """`curves`: None if the curve is switched off."""
 
     def __init__(
         self, probes: Probes, totals: Totals, troubles: Troubles, curves: Curves | None, sessions: Sessions,
-        lower: LowerTiers, wall_s: Callable[[], float],
+        lower: LowerTiers,
     ) -> None:
         self._probes, self._totals, self._troubles, self._curves = probes, totals, troubles, curves
         self._sessions, self._registry, self._quotas = sessions, sessions.registry, sessions.quotas
-        self._lower, self._wall_s = lower, wall_s
+        self._lower = lower
 
     async def verdict(self, peer: Peer) -> Verdict:
         await self._totals.catch_up()
         hits = self._totals.hits
-        judged = Judged(peer, hits.total.view(), hits.lately.sums(peer.sees), self._wall_s())
+        judged = Judged(peer, hits.total.view(), hits.lately.sums(peer.sees))
         rules = (
             self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._holds, self._share_fell,
         )
@@ -198,7 +197,7 @@ class Judge:
     def _troubled(self, judged: Judged) -> Iterator[Finding]:
         may_read = judged.peer.may("read")
         for kind, code, one_text, many_text in TROUBLES:
-            found = self._troubles.since(kind, judged.now_s - RECENT_S)
+            found = self._troubles.within(kind, RECENT_S)
             seen = [one for one in found if judged.peer.sees(one.tenant)] if may_read else found
             if not seen:
                 continue

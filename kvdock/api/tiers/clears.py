@@ -33,6 +33,7 @@ from kvdock.api.turns import SLICE_WORK, Slices, next_slice
 from kvdock.protocol import events as e, mover_schemas as m
 from kvdock.protocol.wire_types import KEY_BYTES
 from kvdock.shm.files import read_regular, replace_durably
+from kvdock.shm.sealed import seal_of, unsealed
 
 log = logging.getLogger("kvdock.api")
 
@@ -63,10 +64,10 @@ class OrderFile:
         """The orders that an earlier server has left. A file that cannot be read may have named anything, so then the
         order is to clear all that `tiers` have."""
         try:
-            kept = msgspec.msgpack.decode(read_regular(self._path, MOST_FILE_BYTES), type=_Kept)
+            kept = msgspec.msgpack.decode(unsealed(read_regular(self._path, MOST_FILE_BYTES)), type=_Kept)
         except FileNotFoundError:
             return []
-        except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        except (OSError, ValueError, msgspec.MsgspecError) as error:
             log.error("%s cannot be read, so all that lower tiers have is cleared: %s", self._path, error)
             return [m.Order(number=0, namespace="", tiers=list(tiers), least=0)] if tiers else []
         if kept.version != FILE_VERSION:
@@ -80,7 +81,8 @@ class OrderFile:
         if not orders:
             self._path.unlink(missing_ok=True)
             return
-        replace_durably(self._path, msgspec.msgpack.encode(_Kept(FILE_VERSION, list(orders))))
+        content = msgspec.msgpack.encode(_Kept(FILE_VERSION, list(orders)))
+        replace_durably(self._path, seal_of([content]) + content)
 
 
 @dataclass

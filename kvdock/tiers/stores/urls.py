@@ -26,7 +26,10 @@ class TierUrl(NamedTuple):
 def read_url(url: str, schemes: tuple[str, ...], options: Mapping[str, Callable[[str], Any]]) -> TierUrl:
     """Returns the URL's parts and its parameters. `options`: by parameter, the function that reads its value; it raises
     ValueError with what is wanted. Raises TierUrlError."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise TierUrlError(f"found {url!r}, wanted a URL: {error}") from None
     if parts.scheme not in schemes:
         raise TierUrlError(f"found a URL of scheme {parts.scheme!r}, wanted one of {', '.join(schemes)}")
     if parts.password is not None:

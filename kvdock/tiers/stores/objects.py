@@ -445,6 +445,7 @@ class ObjectTier:
                 ]
                 await record.take(found, 0, first)
             await asyncio.gather(*others)
+            self._owned.used(name.text())
             return Loaded(Outcome.DONE, Record.read_of(bytes(record.header), name, length).checksum)
         except FileNotFoundError:
             return Loaded(Outcome.MISSING)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any, Final, Generic, TypeVar
 
@@ -128,11 +129,14 @@ class RedisTier:
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
         keys = [_key(name) for name in names]
-        lifetime = self._settings.ttl_s
-        asked = [command(b"EXPIRE", key, b"%d" % lifetime) if lifetime else command(b"TOUCH", key) for key in keys]
-        jobs = [_Job(at, key, asked[at], 0, _read_reply) for at, key in enumerate(keys)]
+        jobs = [_Job(at, key, self._use(key), 0, _read_reply) for at, key in enumerate(keys)]
         answers = self._execute(jobs, deadline)
         return [answers[at] == 1 for at in range(len(keys))]
+
+    def _use(self, key: bytes) -> list[bytes | memoryview]:
+        """Counts as a use of the value, and asks whether it is there."""
+        lifetime = self._settings.ttl_s
+        return command(b"EXPIRE", key, b"%d" % lifetime) if lifetime else command(b"TOUCH", key)
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
         jobs = []
@@ -140,7 +144,10 @@ class RedisTier:
             key = _key(part.name)
             size = HEADER_BYTES + part.length
             value: _Value | _Pieces = _Value(part) if size <= RUN_BYTES else _Pieces(part, key)
-            jobs.append(_Job(at, key, value.commands(), size, value.read))
+            pieces, read = value.commands(), value.read
+            if self._settings.ttl_s:  # to read a value does not make it live longer
+                pieces, read = self._use(key) + pieces, partial(_read_used, value)
+            jobs.append(_Job(at, key, pieces, size, read))
         answers = self._execute(jobs, deadline)
         loaded = [answers[at] for at in range(len(parts))]
         return [Loaded(found) if isinstance(found, Outcome) else found for found in loaded]
@@ -500,6 +507,12 @@ def _check(at: int, record: Record) -> _Job[bool]:
 
     pieces = command(b"GETRANGE", key, b"0", b"%d" % (HEADER_BYTES - 1)) + command(b"STRLEN", key)
     return _Job(at, key, pieces, HEADER_BYTES, read)
+
+
+def _read_used(value: _Value | _Pieces, wire: Wire, deadline: Deadline) -> Loaded | ErrorReply:
+    """Reads what follows the answer to a use, which changes nothing."""
+    wire.reply(deadline)
+    return value.read(wire, deadline)
 
 
 def _read_deleted(wire: Wire, deadline: Deadline) -> int | ErrorReply | None:

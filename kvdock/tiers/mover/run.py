@@ -395,7 +395,7 @@ class Mover:
             self._writers[handle.name].has(fetch.wanted.space, fetch.agreed, keys)
 
     def _lacked(self, handle: TierHandle, namespace: bytes, keys: Sequence[bytes]) -> None:
-        known = self._writers[handle.name].forget(keys)
+        known = self._writers[handle.name].forget(namespace, keys)
         if not isinstance(handle.tier, TellsGone):
             self._tell(handle.name, namespace, known, is_there=False)
 

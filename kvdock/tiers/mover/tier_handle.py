@@ -210,30 +210,34 @@ class Absent:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._until_s: OrderedDict[bytes, float] = OrderedDict()
+        self._until_s: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
+        """By namespace and key."""
         self._ask_s = 0.0
 
     def asked(self, took_s: float) -> None:
         """The tier has answered which parts it has."""
         self._ask_s += SMOOTHING * (took_s - self._ask_s) if self._ask_s else took_s
 
-    def add(self, key: bytes) -> None:
+    def add(self, namespace: bytes, key: bytes) -> None:
         with self._lock:
-            self._until_s[key] = self._clock() + min(ABSENT_TIMES * self._ask_s, MOST_ABSENT_S)
-            self._until_s.move_to_end(key)
+            self._until_s[namespace, key] = self._clock() + min(ABSENT_TIMES * self._ask_s, MOST_ABSENT_S)
+            self._until_s.move_to_end((namespace, key))
             if len(self._until_s) > MOST_ABSENT:
                 self._until_s.popitem(last=False)
 
-    def remove(self, keys: Iterable[bytes]) -> None:
+    def remove(self, names: Iterable[PartName]) -> None:
+        """Their chunks."""
         with self._lock:
-            for key in keys:
-                self._until_s.pop(key, None)
+            for name in names:
+                self._until_s.pop((name.namespace, name.key), None)
 
-    def cut(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+    def cut(self, namespace: bytes, keys: Sequence[bytes]) -> Sequence[bytes]:
         """The keys before the first that is absent."""
         now_s = self._clock()
         with self._lock:
-            end = next((at for at, key in enumerate(keys) if self._until_s.get(key, now_s) > now_s), len(keys))
+            end = next(
+                (at for at, key in enumerate(keys) if self._until_s.get((namespace, key), now_s) > now_s), len(keys)
+            )
         return keys[:end]
 
 
@@ -311,7 +315,7 @@ class TierHandle:
             self.counters[f"store_{outcome.value}"] += 1
             if outcome is Outcome.DONE:
                 self.counters["stored_bytes"] += part.record.length
-        self.absent.remove(part.record.name.key for part in parts)
+        self.absent.remove(part.record.name for part in parts)
         self._trials.stored_last = [
             (part.record.name, part.record.length)
             for part, outcome in zip(parts, found, strict=True) if outcome is Outcome.DONE

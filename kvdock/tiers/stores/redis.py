@@ -10,9 +10,11 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import ModuleType
@@ -117,6 +119,8 @@ class RedisTier:
         self._usage = OwnUsage(wears_out=False)
         self._cached_notes: dict[bytes, tuple[bytes, Note]] = {}
         """Notes as they were last read, with their packed heads."""
+        self._listed_s: dict[bytes, float] = {}
+        """When each namespace was last put into the set of namespaces."""
         self._sweeping: dict[tuple[bytes, Address], bytes] = {}
         """The SCAN cursor from which sweep() continues, by namespace and server."""
 
@@ -206,7 +210,16 @@ class RedisTier:
             found[at] = note = _note_of(value)
             if note is not None and value is not None:
                 self._cached_notes[namespaces[at]] = value[:HEAD_BYTES], note
+        self._list([namespace for namespace, note in zip(namespaces, found, strict=True) if note], deadline)
         return found
+
+    def _list(self, namespaces: Sequence[bytes], deadline: Deadline) -> None:
+        """Now and then, puts them into the set of those that have a note: the server may have evicted it."""
+        now_s = time.monotonic()
+        due = [one for one in namespaces if now_s - self._listed_s.get(one, -RECHECK_S) >= RECHECK_S]
+        self._listed_s.update(dict.fromkeys(due, now_s))
+        with suppress(TierError):  # a server that can only be read has it as it is
+            self._execute([_listing(at, one) for at, one in enumerate(due)], deadline)
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
         key = name_of_note(namespace).encode()
@@ -246,8 +259,7 @@ class RedisTier:
         if done is None:
             return None
         if before is None:
-            self._values([_Job(0, NAMESPACES, command(b"SADD", NAMESPACES, namespace.hex().encode()), 0, _read_reply)],
-                         deadline)
+            self._values([_listing(0, namespace)], deadline)
         return after
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
@@ -513,6 +525,11 @@ def _read_used(value: _Value | _Pieces, wire: Wire, deadline: Deadline) -> Loade
     """Reads what follows the answer to a use, which changes nothing."""
     wire.reply(deadline)
     return value.read(wire, deadline)
+
+
+def _listing(at: int, namespace: bytes) -> _Job[Any]:
+    """Puts a namespace into the set of those that have a note."""
+    return _Job(at, NAMESPACES, command(b"SADD", NAMESPACES, namespace.hex().encode()), 0, _read_reply)
 
 
 def _read_deleted(wire: Wire, deadline: Deadline) -> int | ErrorReply | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from api_helpers import eventually
 from mover_steps import SteppedServer
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import PART, POOL, is_served
-from tier_stores import DiskStore, clear_once_written, has_state, opened
+from tier_stores import DiskStore, RedisStore, S3Store, clear_once_written, clear_pool, has_state, opened
 
 from kvdock.protocol.reports import TierView
 
@@ -67,3 +68,65 @@ def test_a_disk_that_cannot_be_written_says_so_and_is_read(
         eventually(is_written, 90.0)
         assert not the_tier(engine).error
         engine.close()
+
+
+@contextmanager
+def takes_nothing(store: RedisStore | S3Store, how: str) -> Iterator[None]:
+    """As after a failover, while it cannot save, or with keys that may only read."""
+    if isinstance(store, S3Store):
+        store.server.flag.write_text(how)
+        yield
+        store.server.flag.unlink()
+        return
+    with store.client() as client:
+        if how == "a replica":
+            client.replicaof("127.0.0.1", 1)
+            yield
+            client.replicaof("NO", "ONE")
+        else:
+            client.config_set("min-replicas-to-write", 1)
+            yield
+            client.config_set("min-replicas-to-write", 0)
+
+
+@pytest.mark.parametrize(("kind", "how"), [
+    (RedisStore, "a replica"), (RedisStore, "without replicas"), (S3Store, "403 Forbidden"),
+])
+def test_a_store_that_only_takes_nothing_says_so_and_is_read(
+    kind: type[RedisStore | S3Store], how: str, tmp_path: Path
+) -> None:
+    with (
+        opened(kind, tmp_path) as store,
+        SteppedServer(
+            tmp_path / "armed", store.environment, pool_bytes=POOL, segment_bytes=POOL, tier_asks=1, heartbeat_s=0.1,
+            **store.settings,
+        ) as server,
+        closing(TierEngine(server.unix, manifest(PART))) as engine,
+    ):
+        is_served(server, 1)
+        has_state(server.unix, "open")
+        kept = engine.chain(4)
+        engine.store(kept)
+        clear_once_written(server.unix)
+        with takes_nothing(store, how):
+
+            def is_said() -> bool:
+                engine.store(engine.chain(2))
+                return the_tier(engine).state == "read_only"
+
+            eventually(is_said, 30.0)
+            assert the_tier(engine).error
+            for number in range(8):
+                clear_pool(server.unix)
+                found = engine.awaited(kept, f"reads {number}")
+                assert found.hit_tokens == len(kept) * CHUNK_TOKENS
+                engine.read(kept, found)
+                engine.release(found)
+                engine.store(engine.chain(2))
+            assert the_tier(engine).counters["failures"] == 0
+
+        def is_written() -> bool:
+            engine.store(engine.chain(2))
+            return the_tier(engine).state == "open"
+
+        eventually(is_written, 90.0)

@@ -24,7 +24,7 @@ from kvdock.tiers.record import HEADER_BYTES
 from kvdock.tiers.stores.redis import NAMESPACES, PIECE_BYTES, RUN_BYTES, RedisTier, _Value, open_tier
 from kvdock.tiers.stores.redis_nodes import Address, read_settings
 from kvdock.tiers.stores.resp import Wire
-from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, TierUrlError
+from kvdock.tiers.tier import Deadline, Loaded, Outcome, ReadOnly, TierError, TierUrlError
 
 pytestmark = pytest.mark.tiers
 
@@ -133,6 +133,27 @@ def test_a_password_that_is_replaced_is_read_again(tmp_path: Path, parts: Parts)
             outcomes_of(tier, [one])
         file.write_text("second")
         assert_loads(tier, [one])
+
+
+def test_after_a_failover_the_new_master_is_found_at_the_address_of_the_old_one(tmp_path: Path, parts: Parts) -> None:
+    """As where a name or a proxy leads to the master: connections to the old one stay open."""
+    folders = tmp_path / "old", tmp_path / "new"
+    for folder in folders:
+        folder.mkdir()
+    one, other = parts.make(10_000), parts.make(10_000)
+    with served(folders[0]) as old, served(folders[1]) as new, opened(f"unix://{old.address}") as tier:
+        store_all(tier, [one])
+        with redis.Redis(unix_socket_path=str(old.address)) as client:
+            client.replicaof("127.0.0.1", 1)
+        with pytest.raises(ReadOnly, match="READONLY"):
+            store(tier, [other])
+        assert_loads(tier, [one])
+        Path(new.address).rename(old.address)
+        with pytest.raises(ReadOnly, match="READONLY"):
+            store(tier, [other])
+        store_all(tier, [other])
+        assert_loads(tier, [other])
+        tier.change(parts.namespace, begins(1), patient())
 
 
 def test_a_user_who_may_not_is_told(tmp_path: Path, parts: Parts) -> None:

@@ -178,6 +178,8 @@ class Stores:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._refused = clock, ""
         self._rest_s, self._until_s = FIRST_REST_S, 0.0
+        self.why = ""
+        """What the tier said last when it took nothing."""
 
     @property
     def state(self) -> Literal["open", "full", "read_only"]:
@@ -190,9 +192,9 @@ class Stores:
     def are_due(self) -> bool:
         return self._refused != "read_only" or self._clock() >= self._until_s
 
-    def refused(self, state: Literal["full", "read_only"]) -> bool:
+    def refused(self, state: Literal["full", "read_only"], why: str) -> bool:
         """Returns whether this is new."""
-        is_new, self._refused = self.state != state, state
+        is_new, self._refused, self.why = self.state != state, state, why
         self._until_s = self._clock()
         if state == "read_only":
             self._until_s += self._rest_s
@@ -323,7 +325,7 @@ class TierHandle:
         return found
 
     def _refused(self, state: Literal["full", "read_only"], why: str) -> None:
-        if self.stores.refused(state):
+        if self.stores.refused(state, why):
             log.warning("nothing is stored in the tier %s for a while: %s", self.name, self._with_fault(why))
 
     @property
@@ -353,7 +355,11 @@ class TierHandle:
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
         """Raises TierOff, TierError, ReadOnly."""
-        return self._call("note", deadline, lambda: self.tier.change(namespace, change, deadline), lambda _: "")
+        try:
+            return self._call("note", deadline, lambda: self.tier.change(namespace, change, deadline), lambda _: "")
+        except ReadOnly as error:
+            self._refused("read_only", error.why)
+            raise
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
         """Raises TierOff, TierError, ReadOnly."""

@@ -173,10 +173,10 @@ class _Call:
 
 class Stores:
     """Whether the tier takes stores. One that has no space may have some a moment later, so it is tried all the time;
-    one that is read-only is tried with one batch after a pause, which doubles."""
+    one that cannot be written is tried with one batch after a pause, which doubles. What it has is loaded meanwhile."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._refused = clock, ""
+        self._clock, self._refused, self._failures = clock, "", 0
         self._rest_s, self._until_s = FIRST_REST_S, 0.0
         self.why = ""
         """What the tier said last when it took nothing."""
@@ -201,9 +201,15 @@ class Stores:
             self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
         return is_new
 
+    def failed(self) -> bool:
+        """A store has failed. Returns whether so many have in a row that the tier cannot be written."""
+        self._failures += 1
+        return self._failures >= MOST_FAILURES
+
     def taken(self) -> bool:
         """The tier has stored something. Returns whether it did not before."""
         was_refused, self._refused, self._rest_s = self.state != "open", "", FIRST_REST_S
+        self._failures = 0
         return was_refused
 
 
@@ -306,13 +312,13 @@ class TierHandle:
         try:
             found = self._guarded(_Call("store", deadline), lambda: self._parts.store(parts, deadline), _failure)
         except ReadOnly as error:
-            self._refused("read_only", error.why)
+            self._refused("read_only", self._with_fault(error.why))
             raise
         if Outcome.DONE in found:
             if self.stores.taken():
                 log.warning("the tier %s takes stores again", self.name)
         elif Outcome.FULL in found:
-            self._refused("full", "it has no space")
+            self._refused("full", self._with_fault("it has no space"))
         for part, outcome in zip(parts, found, strict=True):
             self.counters[f"store_{outcome.value}"] += 1
             if outcome is Outcome.DONE:
@@ -326,7 +332,7 @@ class TierHandle:
 
     def _refused(self, state: Literal["full", "read_only"], why: str) -> None:
         if self.stores.refused(state, why):
-            log.warning("nothing is stored in the tier %s for a while: %s", self.name, self._with_fault(why))
+            log.warning("nothing is stored in the tier %s for a while: %s", self.name, why)
 
     @property
     def fault(self) -> str:
@@ -527,7 +533,10 @@ class TierHandle:
 
     def _fail(self, kind: str, why: str) -> None:
         self.counters["failures"] += 1
-        if self.breaker.failed(kind, why):
+        if kind == "store" and why != UNRETURNED:
+            if self.stores.failed():
+                self._refused("read_only", why)
+        elif self.breaker.failed(kind, why):
             log.warning("the tier %s is not used for a while: %s", self.name, why)
 
     def _try(self) -> None:

@@ -30,6 +30,25 @@ pytestmark = pytest.mark.tiers
 # --------------------------------------------------------------------------- room
 
 
+def test_a_full_disk_has_what_it_had_also_when_it_is_opened_again(folder: Path, parts: Parts) -> None:
+    """Others have filled it, so the index cannot be changed, and no segment can be emptied."""
+    folder.mkdir()
+    with little_mount(folder, 8 * MIB):
+        batch, other = parts.many(8, 100 * KIB), Parts("another namespace")
+        with opened(folder, LEAST_LIMIT_BYTES) as tier:
+            store_all(tier, [*batch, *other.many(8, 100 * KIB)])
+            fill(folder)
+            assert Outcome.FULL in store(tier, parts.many(32, 100 * KIB))
+            assert_loads(tier, batch)
+        (folder / "filling").unlink()
+        with opened(folder, LEAST_LIMIT_BYTES) as tier:
+            tier.change(other.namespace, begins(1), patient())
+            assert_loads(tier, batch)
+        fill(folder)
+        with opened(folder, LEAST_LIMIT_BYTES) as tier:
+            assert_loads(tier, batch)
+
+
 def test_a_full_disk_that_takes_no_note_is_read(folder: Path, parts: Parts) -> None:
     """ReadOnly is no failure of the tier, which would take it off."""
     folder.mkdir()

@@ -94,6 +94,19 @@ def test_only_what_is_old_enough_is_removed(tmp_path: Path, parts: Parts) -> Non
         assert not (folder / batch[1].name.text()).parent.exists(), "an empty folder stays"
 
 
+def test_what_is_stored_while_the_store_is_listed_is_young(tmp_path: Path, parts: Parts) -> None:
+    """Its time is later than that of the list; with an age below 0 it would be removed first."""
+    subject = FolderSubject(tmp_path)
+    subject.reset()
+    with opened(subject) as tier:
+        assert isinstance(tier, ObjectTier)
+        one = parts.make(10_000)
+        store_all(tier, [one])
+        os.utime(tmp_path / "a store" / one.name.text(), (time.time() + 60,) * 2)
+        found = of(tier, parts.namespace)
+        assert found is not None and list(found.by_age) == [0]
+
+
 @pytest.fixture
 def tier(made: TierSubject) -> Iterator[Tier]:
     made.reset()

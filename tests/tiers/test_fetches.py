@@ -287,3 +287,18 @@ def test_a_request_that_went_on_counts_for_nothing(space: NamespaceSession, fetc
     fetch.deadline.cancel()
     assert fetches._worth(fetch, handle, 8) == 0
     assert (handle.counters["declined_too_slow"], handle.counters["declined_too_late"]) == (0, 0)
+
+
+def test_a_tier_that_is_too_slow_does_not_hide_a_quicker_one(
+    engine: TierEngine, space: NamespaceSession, fetches: Fetches
+) -> None:
+    tier, keys = HeldTier(engine), engine.chain(8)
+    tier.name = "quick"
+    quick, (slow,) = TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None), fetches._handles
+    fetches._agreement.use(quick)
+    slow.speed.rate = 1e3
+    fetch = Fetch(Wanted(space, keys, 0, ticket=1, tokens_per_s=1000.0), 60.0)
+    steps, _ = fetches._plan(fetch, [slow, quick])
+    assert [(step.handle.name, len(step.found)) for step in steps] == [("quick", len(keys))]
+    assert slow.counters["declined_too_slow"] == 1
+    quick.close(Deadline(1.0))

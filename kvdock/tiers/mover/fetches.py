@@ -267,7 +267,8 @@ class Fetches:
 
     def _plan(self, fetch: Fetch, handles: Sequence[TierHandle]) -> tuple[list[_Step], str]:
         """What is loaded from which tier, and which other node loads it from the last of them; "": none does. The first
-        tier that has something decides; what other nodes' pools lack comes from the next one."""
+        tier that has something and is not too slow for it decides; what other nodes' pools lack comes from the next
+        one."""
         steps: list[_Step] = []
         asked: Future[str] | None = None
         at, end = fetch.wanted.hit, len(fetch.wanted.keys)
@@ -281,7 +282,7 @@ class Fetches:
             if count:
                 steps.append(_Step(handle, fetch.agreed, found[:count]))
                 at += count
-            if at == end or count < len(found) or (count and not is_peers):
+            if at == end or (count and (count < len(found) or not is_peers)):
                 break
         is_shared = bool(steps) and steps[-1].handle.tier.poll_s and not isinstance(steps[-1].handle.tier, SharesPool)
         return steps, asked.result() if asked is not None and is_shared else ""

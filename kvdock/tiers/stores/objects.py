@@ -192,6 +192,8 @@ class ObjectTier:
                 (found,) = self._run_all([lambda: self._try_to_change(namespace, change)], deadline, changes=True)
             if isinstance(found, Note):
                 return found
+            if found is Outcome.FULL:
+                raise ReadOnly(NAME, "it has no space for the note of a namespace")
             if isinstance(found, Outcome):
                 break
         raise TierError(NAME, "the note of a namespace was not changed in time")

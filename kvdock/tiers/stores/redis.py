@@ -573,7 +573,7 @@ def _note_of(value: Any) -> Note | None:
 def _checked(reply: Reply) -> Reply:
     """Returns the reply. Raises TierError if it is an error, ReadOnly if the server changes nothing."""
     if isinstance(reply, ErrorReply):
-        raise (ReadOnly if reply.code in _REFUSALS else TierError)(NAME, reply.text)
+        raise (ReadOnly if reply.code in _REFUSALS | {"OOM"} else TierError)(NAME, reply.text)
     return reply
 
 

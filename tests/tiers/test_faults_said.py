@@ -128,6 +128,10 @@ def test_a_store_that_only_takes_nothing_says_so_and_is_read(
 
             eventually(is_said, 30.0)
             assert the_tier(engine).error
+            said = [finding for finding in engine.client.verdict().findings if finding.code == "tier_not_written"]
+            assert [finding.text for finding in said] == [
+                f"Nothing is written to the tier {store.name}: it cannot be written."
+            ]
             always_served(engine, kept)
             assert server.log_text().count("is not used") == 0
 

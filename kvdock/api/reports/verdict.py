@@ -174,6 +174,10 @@ class Judge:
                     "tier_off", "bad", f"The tier {tier.name} is not used: {tier.why or 'it fails'}.",
                     cost_share=slow_share,
                 )
+            elif tier.state == "read_only":
+                yield _finding(
+                    "tier_not_written", "warn", f"Nothing is written to the tier {tier.name}: {tier.why}.", cost_share=0.0
+                )
         if mover is None:
             return
         ended = mover.waits.get("fulfilled", 0) + (in_vain := sum(

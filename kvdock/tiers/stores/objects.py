@@ -150,7 +150,7 @@ class ObjectTier:
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         if self._location.read_only:
-            raise TierError(NAME, "it is a web server, which can only be read")
+            raise ReadOnly(NAME, "it is a web server, which can only be read")
         views = [part.views() for part in parts]
 
         def ask(record: Record, some: Sequence[memoryview]) -> Callable[[], Awaitable[Outcome]]:

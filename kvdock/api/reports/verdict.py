@@ -175,9 +175,8 @@ class Judge:
                     cost_share=slow_share,
                 )
             elif tier.state == "read_only":
-                yield _finding(
-                    "tier_not_written", "warn", f"Nothing is written to the tier {tier.name}: {tier.why}.", cost_share=0.0
-                )
+                text = f"Nothing is written to the tier {tier.name}: {tier.why}."
+                yield _finding("tier_not_written", "warn", text, cost_share=0.0)
         if mover is None:
             return
         ended = mover.waits.get("fulfilled", 0) + (in_vain := sum(

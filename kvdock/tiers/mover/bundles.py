@@ -41,7 +41,7 @@ class Bundles:
         self._tier, self._writers = tier, writers
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
-        """Of a bundle of which several parts are named, those that are records of their own are asked for, too: a tier
+        """Where several parts of a bundle are named, those that are records of their own are asked for, too: a tier
         counts that as a use, and may have evicted some of them."""
         records = [self._records_of(name) for name in names]
         parts: dict[PartName, list[PartName]] = {}

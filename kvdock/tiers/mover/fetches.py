@@ -624,8 +624,10 @@ class Fetches:
 
     def _read(self, fetch: Fetch, handle: TierHandle, loads: Sequence[ToLoad]) -> _Came:
         came = _Came({}, [], [], [])
+        if not loads:
+            return came
         try:
-            found = handle.load(loads, fetch.deadline).result() if loads else []
+            found = handle.load(loads, fetch.deadline).result()
         except TierError:
             return came
         for load, loaded in zip(loads, found, strict=True):

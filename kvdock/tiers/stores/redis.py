@@ -82,7 +82,7 @@ class _Answers(Generic[T]):
     by_job: dict[int, T | Outcome]
     why: str = ""
     codes: set[str] = field(default_factory=set)
-    """Of all errors with which a server refused a job; "": a failure of another kind."""
+    """The codes of all errors with which a server refused a job; "": a failure of another kind."""
     is_any_answered: bool = False
     """Whether some job got an answer other than a failure."""
     lock: threading.Lock = field(default_factory=threading.Lock)

@@ -14,7 +14,7 @@ from api_helpers import eventually
 from mover_steps import SteppedServer
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import PART, POOL, is_served
-from tier_stores import DiskStore, RedisStore, S3Store, clear_once_written, clear_pool, has_state, opened
+from tier_stores import DiskStore, RedisStore, S3Store, Store, clear_once_written, clear_pool, has_state, opened
 
 from kvdock.protocol.reports import TierView
 
@@ -82,13 +82,14 @@ def always_served(engine: TierEngine, keys: list[bytes]) -> None:
 
 
 @contextmanager
-def takes_nothing(store: RedisStore | S3Store, how: str) -> Iterator[None]:
+def takes_nothing(store: Store, how: str) -> Iterator[None]:
     """As after a failover, while it cannot save, or with keys that may only read."""
     if isinstance(store, S3Store):
         store.server.flag.write_text(how)
         yield
         store.server.flag.unlink()
         return
+    assert isinstance(store, RedisStore)
     with store.client() as client:
         if how == "a replica":
             client.replicaof("127.0.0.1", 1)

@@ -148,7 +148,7 @@ def test_after_a_failover_the_new_master_is_found_at_the_address_of_the_old_one(
         with pytest.raises(ReadOnly, match="READONLY"):
             store(tier, [other])
         assert_loads(tier, [one])
-        Path(new.address).rename(old.address)
+        Path(str(new.address)).rename(str(old.address))
         with pytest.raises(ReadOnly, match="READONLY"):
             store(tier, [other])
         store_all(tier, [other])

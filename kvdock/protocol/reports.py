@@ -635,7 +635,7 @@ not_reported: engines look up, and none has reported the end of a request. not_r
 
 FindingCode = Literal[
     "not_ready", "loads_cost_time", "tier_off", "engine_died", "engine_silent", "chunks_damaged", "engine_misreads",
-    "pool_left_out", "server_failed", "thrashing", "shares_nothing", "share_fell", "tier_too_slow",
+    "pool_left_out", "server_failed", "thrashing", "shares_nothing", "share_fell", "tier_not_written", "tier_too_slow",
     "full_of_one_tenant", "grants_old", "mover_silent",
 ]
 
@@ -656,6 +656,7 @@ REMEDIES: Final[dict[FindingCode, str]] = {
     "thrashing": "kvdock size",
     "shares_nothing": "kvdock cached",
     "share_fell": "kvdock saved",
+    "tier_not_written": "kvdock status",
     "tier_too_slow": "kvdock status",
     "full_of_one_tenant": "kvdock quota",
     "grants_old": "kvdock leases",

@@ -50,13 +50,12 @@ MUTANTS = (
     ),
     Mutant(
         "L8", "a part that another server has just replaced is deleted", "kvdock/tiers/mover/fetches.py",
-        "sums_again, bad, missing_again = self._read(fetch, handle, bad)",
-        "sums_again, missing_again = dict[PartName, int](), list[ToLoad]()",
+        "        came = came.and_then(self._read(fetch, handle, came.bad), {load.name for load in came.bad})\n", "",
         (SHARED, "-k", "in_the_place"), "test_what_another_server_puts_in_the_place_of_a_damaged_part_is_not_deleted",
     ),
     Mutant(
         "L9", "what a store has lost is taken to be there for ever", "kvdock/tiers/mover/write_behind.py",
-        "return [key for key in keys if self._known_stored.discard(key)]", "return []",
+        "return [key for key in keys if self._known_stored.discard((digest, key))]", "return []",
         (SHARED, "-k", "has_lost"), "test_what_the_store_has_lost_is_a_miss_and_is_written_again",
     ),
     Mutant(

@@ -1,8 +1,9 @@
 """An S3 server (moto's) for tests: `python s3_process.py PORT FULL HALF LIMIT NOTES`.
 
-While the file FULL is there it takes no data. While HALF is there it sends one half of what it is asked for, and the
-other half once the file is gone. Beyond LIMIT bytes of objects it deletes what was stored first, as a rule of a bucket
-would; 0: no limit. It spares notes, which servers write again before any rule counts a day, unless NOTES is 1.
+While the file FULL is there it takes no data, and answers with the status that the file has, 507 if it is empty. While
+HALF is there it sends one half of what it is asked for, and the other half once the file is gone. Beyond LIMIT bytes of
+objects it deletes what was stored first, as a rule of a bucket would; 0: no limit. It spares notes, which servers write
+again before any rule counts a day, unless NOTES is 1.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ def main(port: int, full: Path, half: Path, limit_bytes: int, with_notes: bool) 
         size = int(environ.get("CONTENT_LENGTH") or 0)
         if environ["REQUEST_METHOD"] == "PUT" and full.exists():
             environ["wsgi.input"].read(size)
-            answer("507 Insufficient Storage", [("Content-Type", "text/plain")])
-            return [b"full"]
+            answer(full.read_text() or "507 Insufficient Storage", [("Content-Type", "text/plain")])
+            return [b"refused"]
         served: Iterable[bytes] = s3(environ, answer)
         if environ["REQUEST_METHOD"] == "PUT":
             for path in kept.beyond(environ["PATH_INFO"], size):

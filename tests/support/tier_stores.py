@@ -98,7 +98,7 @@ class S3Store(ServedStore):
     _server: S3Server
 
     def __init__(self, folder: Path, limit_bytes: int = 0) -> None:
-        self._server = S3Server(folder, limit_bytes)
+        self._server = self.server = S3Server(folder, limit_bytes)
         self.settings: dict[str, object] = {"objects_url": self._server.url}
         self.environment = KEYS
 

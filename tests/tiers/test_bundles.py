@@ -118,6 +118,19 @@ def test_parts_of_different_lengths_are_records_of_their_own_behind_a_table(
     assert_all_come(tier, again)
 
 
+def test_a_part_that_is_a_record_of_its_own_is_asked_for_with_its_chunk(
+    tier: Bundles, inner: Tier, parts: Parts
+) -> None:
+    """It counts as used, and a store that has evicted it does not have the chunk."""
+    whole, batch = chunk(parts), chunk(parts)
+    batch[3] = parts.make(90_000, batch[3].name)
+    assert store(tier, [*whole, *batch]) == [Outcome.DONE] * 2 * WRITERS
+    names = [part.name for part in (*whole, *batch)]
+    assert tier.exists(names, patient()) == [True] * 2 * WRITERS
+    assert inner.delete([batch[3].name], patient()) == [Outcome.DONE]
+    assert tier.exists(names, patient()) == [name != batch[3].name for name in names]
+
+
 def test_damage_to_one_part_or_to_the_table_is_seen(
     tier: Bundles, inner: Tier, made: TierSubject, parts: Parts
 ) -> None:

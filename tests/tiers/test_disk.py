@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from disk_helpers import ENVIRONMENT, LIMIT, PROCESSES, allocated_bytes, opened, store_in_turn, there
+from little_mount import fill, little_mount
 from tier_helpers import ARENA, KIB, MIB, Part, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 from tier_subjects import DiskSubject
 
@@ -20,12 +21,46 @@ from kvdock.tiers.disk.copies import Move, copy_all
 from kvdock.tiers.disk.io import MOST_RUN, Io
 from kvdock.tiers.disk.log import key_of, record_bytes
 from kvdock.tiers.disk.tier import LEAST_LIMIT_BYTES, DiskTier, Sizes
-from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError, ToLoad, ToStore
+from kvdock.tiers.notes import begins
+from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, ReadOnly, TierError, ToLoad, ToStore
 
 pytestmark = pytest.mark.tiers
 
 
 # --------------------------------------------------------------------------- room
+
+
+def test_a_full_disk_has_what_it_had_also_when_it_is_opened_again(folder: Path, parts: Parts) -> None:
+    """Others have filled it, so the index cannot be changed, and no segment can be emptied."""
+    folder.mkdir()
+    with little_mount(folder, 8 * MIB):
+        batch, other = parts.many(8, 100 * KIB), Parts("another namespace")
+        with opened(folder, LEAST_LIMIT_BYTES) as tier:
+            store_all(tier, [*batch, *other.many(8, 100 * KIB)])
+            fill(folder)
+            assert Outcome.FULL in store(tier, parts.many(32, 100 * KIB))
+            assert_loads(tier, batch)
+        (folder / "filling").unlink()
+        with opened(folder, LEAST_LIMIT_BYTES) as tier:
+            tier.change(other.namespace, begins(1), patient())
+            assert_loads(tier, batch)
+        fill(folder)
+        with opened(folder, LEAST_LIMIT_BYTES) as tier:
+            assert_loads(tier, batch)
+
+
+def test_a_full_disk_that_takes_no_note_is_read(folder: Path, parts: Parts) -> None:
+    """ReadOnly is no failure of the tier, which would take it off."""
+    folder.mkdir()
+    with little_mount(folder, 8 * MIB), opened(folder, LEAST_LIMIT_BYTES) as tier:
+        known = tier.change(parts.namespace, begins(1), patient())
+        batch = parts.many(4, 100 * KIB)
+        store_all(tier, batch)
+        fill(folder)
+        with pytest.raises(ReadOnly, match="No space left on device"):
+            tier.change(bytes(32), begins(1), patient())
+        assert tier.notes([parts.namespace, bytes(32)], patient()) == [known, None]
+        assert_loads(tier, batch)
 
 
 @pytest.mark.parametrize(("length", "count"), [(900 * KIB, 120), (3000, 400)], ids=["large parts", "small parts"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from api_helpers import eventually
 from mover_steps import SteppedServer
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import PART, POOL, is_served
-from tier_stores import DiskStore, clear_once_written, has_state, opened
+from tier_stores import DiskStore, RedisStore, S3Store, Store, clear_once_written, clear_pool, has_state, opened
 
 from kvdock.protocol.reports import TierView
 
@@ -29,7 +32,7 @@ def the_tier(engine: TierEngine) -> TierView:
     return tier
 
 
-@pytest.mark.parametrize(("error", "state"), [("ENOSPC", "full"), ("EROFS", "read_only"), ("EIO", "off")])
+@pytest.mark.parametrize(("error", "state"), [("ENOSPC", "full"), ("EROFS", "read_only"), ("EIO", "read_only")])
 def test_a_disk_that_cannot_be_written_says_so_and_is_read(
     disk: DiskStore, tmp_path: Path, error: str, state: str
 ) -> None:
@@ -53,11 +56,8 @@ def test_a_disk_that_cannot_be_written_says_so_and_is_read(
         said = the_tier(engine)
         assert said.why and error in said.error and str(disk.folder / "segment-") in said.error
         eventually(lambda: f"({error})" in server.log_text(), 30.0)
-        if state != "off":
-            found = engine.awaited(kept, "reads")
-            assert found.hit_tokens == len(kept) * CHUNK_TOKENS
-            engine.read(kept, found)
-            engine.release(found)
+        always_served(engine, kept)
+        assert server.log_text().count("is not used") == 0
         disk.resume()
 
         def is_written() -> bool:
@@ -67,3 +67,77 @@ def test_a_disk_that_cannot_be_written_says_so_and_is_read(
         eventually(is_written, 90.0)
         assert not the_tier(engine).error
         engine.close()
+
+
+def always_served(engine: TierEngine, keys: list[bytes]) -> None:
+    """From the tier, for longer than a probe takes, while stores fail."""
+    until_s, names = time.monotonic() + 4.0, itertools.count()
+    while time.monotonic() < until_s:
+        engine.store(engine.chain(2))
+        clear_pool(engine.client.address)
+        found = engine.awaited(keys, f"reads {next(names)}")
+        assert found.hit_tokens == len(keys) * CHUNK_TOKENS
+        engine.read(keys, found)
+        engine.release(found)
+
+
+@contextmanager
+def takes_nothing(store: Store, how: str) -> Iterator[None]:
+    """As after a failover, while it cannot save, or with keys that may only read."""
+    if isinstance(store, S3Store):
+        store.server.flag.write_text(how)
+        yield
+        store.server.flag.unlink()
+        return
+    assert isinstance(store, RedisStore)
+    with store.client() as client:
+        if how == "a replica":
+            client.replicaof("127.0.0.1", 1)
+            yield
+            client.replicaof("NO", "ONE")
+        else:
+            client.config_set("min-replicas-to-write", 1)
+            yield
+            client.config_set("min-replicas-to-write", 0)
+
+
+@pytest.mark.parametrize(("kind", "how"), [
+    (RedisStore, "a replica"), (RedisStore, "without replicas"), (S3Store, "403 Forbidden"),
+    (S3Store, "500 Internal Server Error"),
+])
+def test_a_store_that_only_takes_nothing_says_so_and_is_read(
+    kind: type[RedisStore | S3Store], how: str, tmp_path: Path
+) -> None:
+    with (
+        opened(kind, tmp_path) as store,
+        SteppedServer(
+            tmp_path / "armed", store.environment, pool_bytes=POOL, segment_bytes=POOL, tier_asks=1, heartbeat_s=0.1,
+            **store.settings,
+        ) as server,
+        closing(TierEngine(server.unix, manifest(PART))) as engine,
+    ):
+        is_served(server, 1)
+        has_state(server.unix, "open")
+        kept = engine.chain(4)
+        engine.store(kept)
+        clear_once_written(server.unix)
+        with takes_nothing(store, how):
+
+            def is_said() -> bool:
+                engine.store(engine.chain(2))
+                return the_tier(engine).state == "read_only"
+
+            eventually(is_said, 30.0)
+            assert the_tier(engine).error
+            said = [finding for finding in engine.client.verdict().findings if finding.code == "tier_not_written"]
+            assert [finding.text for finding in said] == [
+                f"Nothing is written to the tier {store.name}: it cannot be written."
+            ]
+            always_served(engine, kept)
+            assert server.log_text().count("is not used") == 0
+
+        def is_written() -> bool:
+            engine.store(engine.chain(2))
+            return the_tier(engine).state == "open"
+
+        eventually(is_written, 90.0)

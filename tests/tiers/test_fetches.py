@@ -331,19 +331,21 @@ def test_few_questions_find_the_longest_prefix(
 
 def test_a_chunk_that_a_slow_tier_lacked_a_moment_ago_is_not_asked_for_again() -> None:
     now_s, keys = 0.0, [bytes([number]) * 32 for number in range(4)]
+    space, of_other_weights = bytes(32), bytes([1]) * 32
     absent = Absent(lambda: now_s)
     absent.asked(0.025)
-    absent.add(keys[2])
-    assert absent.cut(keys) == keys[:2] and absent.cut(keys[:2]) == keys[:2]
-    absent.remove([keys[2]])
-    assert absent.cut(keys) == keys
-    absent.add(keys[0])
+    absent.add(space, keys[2])
+    assert absent.cut(space, keys) == keys[:2] and absent.cut(space, keys[:2]) == keys[:2]
+    assert absent.cut(of_other_weights, keys) == keys
+    absent.remove([PartName(space, keys[2], 0, 0)])
+    assert absent.cut(space, keys) == keys
+    absent.add(space, keys[0])
     now_s = ABSENT_TIMES * 0.025
-    assert absent.cut(keys) == keys
+    assert absent.cut(space, keys) == keys
     absent.asked(1000.0)
-    absent.add(keys[1])
+    absent.add(space, keys[1])
     now_s += MOST_ABSENT_S
-    assert absent.cut(keys) == keys
+    assert absent.cut(space, keys) == keys
 
 
 @pytest.mark.parametrize(("rate", "left_s", "slow", "late"), [
@@ -367,3 +369,18 @@ def test_a_request_that_went_on_counts_for_nothing(space: NamespaceSession, fetc
     fetch.deadline.cancel()
     assert fetches._worth(fetch, handle, 8) == 0
     assert (handle.counters["declined_too_slow"], handle.counters["declined_too_late"]) == (0, 0)
+
+
+def test_a_tier_that_is_too_slow_does_not_hide_a_quicker_one(
+    engine: TierEngine, space: NamespaceSession, fetches: Fetches
+) -> None:
+    tier, keys = HeldTier(engine), engine.chain(8)
+    tier.name = "quick"
+    quick, (slow,) = TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None), fetches._handles
+    fetches._agreement.use(quick)
+    slow.speed.rate = 1e3
+    fetch = Fetch(Wanted(space, keys, 0, ticket=1, tokens_per_s=1000.0), 60.0)
+    steps, _ = fetches._plan(fetch, [slow, quick])
+    assert [(step.handle.name, len(step.found)) for step in steps] == [("quick", len(keys))]
+    assert slow.counters["declined_too_slow"] == 1
+    quick.close(Deadline(1.0))

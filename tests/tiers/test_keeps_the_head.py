@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -10,12 +12,14 @@ import pytest
 from api_helpers import MIB, ServerProcess, eventually
 from disk_helpers import opened, store_in_turn, there
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
-from tier_helpers import Parts, patient, store_all
+from tier_helpers import Part, Parts, assert_loads, patient, store_all
 from tier_server import PART, SETTINGS, is_served, is_written
 from tier_stores import RedisStore
 
 from kvdock.protocol.reports import TierView
+from kvdock.tiers.stores import objects
 from kvdock.tiers.stores.redis import open_tier
+from kvdock.tiers.tier import Tier
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 
@@ -120,20 +124,47 @@ def test_what_others_evict_from_redis_is_found_out_and_written_again(tmp_path: P
         store.end()
 
 
-@pytest.mark.parametrize("ttl_s", [0, 1000])
-def test_to_be_asked_for_is_a_use_in_redis(tmp_path: Path, ttl_s: int) -> None:
-    store, part = RedisStore(tmp_path), Parts("used").make(PART)
+def is_asked_for(tier: Tier, part: Part) -> None:
+    assert tier.exists([part.name], patient()) == [True]
+
+
+def is_loaded(tier: Tier, part: Part) -> None:
+    assert_loads(tier, [part])
+
+
+USES = pytest.mark.parametrize("use", [is_asked_for, is_loaded])
+
+
+@USES
+@pytest.mark.parametrize(("ttl_s", "length"), [(0, PART), (1000, PART), (1000, 9 * MIB)])
+def test_what_is_used_lives_on_in_redis(
+    tmp_path: Path, use: Callable[[Tier, Part], None], ttl_s: int, length: int
+) -> None:
+    store, part = RedisStore(tmp_path), Parts("used").make(length)
     tier = open_tier(str(store.settings["redis_url"]) + (f"?ttl_s={ttl_s}" if ttl_s else ""), patient())
     try:
         store_all(tier, [part])
         with store.client() as client:
             if ttl_s:
                 client.expire(part.name.text(), 100)
-            assert tier.exists([part.name], patient()) == [True]
+            use(tier, part)
             assert client.ttl(part.name.text()) > 100 if ttl_s else client.ttl(part.name.text()) == -1
     finally:
         tier.close(patient())
         store.end()
+
+
+@USES
+def test_what_is_used_is_young_in_a_folder(tmp_path: Path, use: Callable[[Tier, Part], None]) -> None:
+    part, tier = Parts("used").make(PART), objects.open_tier(f"file://{tmp_path}", patient())
+    try:
+        store_all(tier, [part])
+        os.utime(tmp_path / part.name.text(), (0, 0))
+        use(tier, part)
+        (holding,) = tier.holdings(patient())
+        assert list(holding.by_age) == [0]
+    finally:
+        tier.close(patient())
 
 
 def test_no_more_is_written_to_a_disk_than_a_day_allows(tmp_path: Path) -> None:

@@ -23,11 +23,13 @@ from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import EmptyTier
 from kvdock.protocol.mover_schemas import ContentsAnswer, ContentsQuestion
 from kvdock.tiers.mover import owner as owner_module
+from kvdock.tiers.mover.namespaces import NamespaceSession
 from kvdock.tiers.mover.owner import LEASE_S, MARK_S, Lease, Owner, Removal, removals
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.notes import LEASE, Note, begins
+from kvdock.tiers.record import folder_of
 from kvdock.tiers.stores.objects import ObjectTier
-from kvdock.tiers.tier import AGE_S, Deadline, Holding, Limits, Owned, Tier
+from kvdock.tiers.tier import AGE_S, Deadline, Holding, Limits, Owned, Tier, TierError
 
 pytestmark = pytest.mark.tiers
 
@@ -90,6 +92,19 @@ def test_only_what_is_old_enough_is_removed(tmp_path: Path, parts: Parts) -> Non
         assert tier.empty(parts.namespace, 2 * DAY_S, patient()) == 0
         assert tier.exists([part.name for part in batch], patient()) == [True, False, True]
         assert not (folder / batch[1].name.text()).parent.exists(), "an empty folder stays"
+
+
+def test_what_is_stored_while_the_store_is_listed_is_young(tmp_path: Path, parts: Parts) -> None:
+    """Its time is later than that of the list; with an age below 0 it would be removed first."""
+    subject = FolderSubject(tmp_path)
+    subject.reset()
+    with opened(subject) as tier:
+        assert isinstance(tier, ObjectTier)
+        one = parts.make(10_000)
+        store_all(tier, [one])
+        os.utime(tmp_path / "a store" / one.name.text(), (time.time() + 60,) * 2)
+        found = of(tier, parts.namespace)
+        assert found is not None and list(found.by_age) == [0]
 
 
 @pytest.fixture
@@ -177,6 +192,31 @@ def opened_folder(subject: FolderSubject) -> Iterator[ObjectTier]:
     with opened(subject) as tier:
         assert isinstance(tier, ObjectTier)
         yield tier
+
+
+def test_a_mark_that_failed_is_made_again_soon(
+    tmp_path: Path, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a namespace that is served counted as unused after two such failures."""
+    monkeypatch.setattr(owner_module, "MARK_AGAIN_S", 0.0)
+    space = NamespaceSession(parts.namespace, manifest(KIB), None)  # type: ignore[arg-type]  # it is not asked
+    subject = FolderSubject(tmp_path)
+    subject.reset()
+    with opened_folder(subject) as tier:
+        owner = Owner(
+            TierHandle(tier, clock=time.monotonic, lost=lambda error: None), lambda: [space], lambda _: None,
+            lambda _: None,
+        )
+        store_all(tier, [parts.make(KIB)])
+        in_its_place = tmp_path / "a store" / folder_of(parts.namespace) / "used" / "x"
+        in_its_place.mkdir(parents=True)
+        with pytest.raises(TierError):
+            owner._mark(tier)
+        in_its_place.rmdir()
+        in_its_place.parent.rmdir()
+        owner._mark(tier)
+        found = of(tier, parts.namespace)
+        assert found is not None and json.loads(found.label)["model"] == "tiers"
 
 
 def test_a_mover_that_has_lost_the_lease_removes_nothing_more(

@@ -19,11 +19,12 @@ from redis_server import RedisServer, served
 from redis_subject import opened
 from tier_helpers import ARENA, MIB, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 
+from kvdock.tiers.notes import begins
 from kvdock.tiers.record import HEADER_BYTES
-from kvdock.tiers.stores.redis import PIECE_BYTES, RUN_BYTES, RedisTier, _Value, open_tier
+from kvdock.tiers.stores.redis import NAMESPACES, PIECE_BYTES, RUN_BYTES, RedisTier, _Value, open_tier
 from kvdock.tiers.stores.redis_nodes import Address, read_settings
 from kvdock.tiers.stores.resp import Wire
-from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, TierUrlError
+from kvdock.tiers.tier import Deadline, Loaded, Outcome, ReadOnly, TierError, TierUrlError
 
 pytestmark = pytest.mark.tiers
 
@@ -96,7 +97,7 @@ def test_without_redis_py_the_error_says_what_to_install(monkeypatch: pytest.Mon
 def test_what_a_url_says(tmp_path: Path) -> None:
     (tmp_path / "password").write_text(f"{PASSWORD}\n")
     settings = read_settings(f"rediss://a%40b@[::1]:7/3?ttl_s=60&password_file={tmp_path / 'password'}", {})
-    assert (settings.address, settings.user, settings.password) == (Address("::1", 7), "a@b", PASSWORD)
+    assert (settings.address, settings.user, settings.password()) == (Address("::1", 7), "a@b", PASSWORD)
     assert (settings.db, settings.ttl_s, settings.tls, settings.cluster) == (3, 60, {}, False)
     assert read_settings("redis://", {}).address == Address("localhost", 6379)
 
@@ -116,6 +117,43 @@ def test_a_password_from_the_environment_opens_the_tier_and_a_wrong_one_does_not
         with pytest.raises(TierError, match="invalid username-password pair") as caught:
             open_tier(f"{url}?password_env=IT", patient(), {"IT": "wrong horse"})
         assert "horse" not in str(caught.value)
+
+
+def test_a_password_that_is_replaced_is_read_again(tmp_path: Path, parts: Parts) -> None:
+    file, one = tmp_path / "password", parts.make(10_000)
+    file.write_text("first")
+    with (
+        served(tmp_path, "requirepass first") as server, opened(f"unix://{server.address}?password_file={file}") as tier
+    ):
+        store_all(tier, [one])
+        with redis.Redis(unix_socket_path=str(server.address), password="first") as client:
+            client.config_set("requirepass", "second")
+            client.client_kill_filter(skipme=True)
+        with pytest.raises(TierError, match="invalid username-password pair"):
+            outcomes_of(tier, [one])
+        file.write_text("second")
+        assert_loads(tier, [one])
+
+
+def test_after_a_failover_the_new_master_is_found_at_the_address_of_the_old_one(tmp_path: Path, parts: Parts) -> None:
+    """As where a name or a proxy leads to the master: connections to the old one stay open."""
+    folders = tmp_path / "old", tmp_path / "new"
+    for folder in folders:
+        folder.mkdir()
+    one, other = parts.make(10_000), parts.make(10_000)
+    with served(folders[0]) as old, served(folders[1]) as new, opened(f"unix://{old.address}") as tier:
+        store_all(tier, [one])
+        with redis.Redis(unix_socket_path=str(old.address)) as client:
+            client.replicaof("127.0.0.1", 1)
+        with pytest.raises(ReadOnly, match="READONLY"):
+            store(tier, [other])
+        assert_loads(tier, [one])
+        Path(str(new.address)).rename(str(old.address))
+        with pytest.raises(ReadOnly, match="READONLY"):
+            store(tier, [other])
+        store_all(tier, [other])
+        assert_loads(tier, [other])
+        tier.change(parts.namespace, begins(1), patient())
 
 
 def test_a_user_who_may_not_is_told(tmp_path: Path, parts: Parts) -> None:
@@ -407,3 +445,15 @@ def test_a_server_that_is_not_there_is_a_tier_error(tmp_path: Path) -> None:
         with pytest.raises(TierError):
             open_tier(url, Deadline(5), {})
     assert time.monotonic() - began < 40
+
+
+def test_a_namespace_whose_list_the_server_has_evicted_is_listed_again(
+    server: RedisServer, client: Any, parts: Parts
+) -> None:
+    with opened(f"unix://{server.address}") as before:
+        before.change(parts.namespace, begins(1), patient())
+        assert before.namespaces(patient()) == [parts.namespace]
+    client.delete(NAMESPACES)
+    with opened(f"unix://{server.address}") as tier:
+        tier.notes([parts.namespace], patient())
+        assert tier.namespaces(patient()) == [parts.namespace]

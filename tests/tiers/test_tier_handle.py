@@ -103,22 +103,39 @@ def part(parts: Parts) -> Part:
     return parts.make(4096)
 
 
-@pytest.mark.parametrize("verb", ["load", "store"])
 @pytest.mark.parametrize("outcome", [Outcome.LATE, Outcome.FAILED])
 def test_answers_that_come_too_late_or_fail_take_a_tier_off(
-    handle: TierHandle, tier: MemoryTier, clock: Clock, part: Part, verb: str, outcome: Outcome
+    handle: TierHandle, tier: MemoryTier, clock: Clock, part: Part, outcome: Outcome
 ) -> None:
     tier.outcome = outcome
-    calls: dict[str, Callable[[], object]] = {
-        "load": lambda: handle.load([part.to_load()], Deadline(1.0)).result(30.0),
-        "store": lambda: handle.store([part.to_store()], Deadline(1.0)),
-    }
     for _ in range(MOST_FAILURES):
-        calls[verb]()
+        handle.load([part.to_load()], Deadline(1.0)).result(30.0)
     assert handle.breaker.is_open and handle.counters["failures"] == MOST_FAILURES
     tier.outcome = Outcome.DONE
     tried(handle, clock)
-    calls[verb]()  # raises LaneOff if it is not used again
+    handle.load([part.to_load()], Deadline(1.0)).result(30.0)  # raises TierOff if it is not used again
+
+
+@pytest.mark.parametrize("outcome", [Outcome.LATE, Outcome.FAILED])
+def test_a_tier_whose_stores_fail_is_read_and_tried_with_one_store_now_and_then(
+    handle: TierHandle, tier: MemoryTier, clock: Clock, part: Part, outcome: Outcome
+) -> None:
+    tier.outcome = outcome
+    for number in range(MOST_FAILURES):
+        assert (handle.stores.state, handle.stores.are_due) == ("open", True), number
+        handle.store([part.to_store()], Deadline(1.0))
+    assert (handle.stores.state, handle.stores.are_due) == ("read_only", False)
+    clock.now_s += FIRST_REST_S
+    assert handle.stores.are_due
+    handle.store([part.to_store()], Deadline(1.0))
+    clock.now_s += FIRST_REST_S
+    assert (handle.stores.state, handle.stores.are_due) == ("read_only", False), "the rest doubles"
+    assert not handle.breaker.is_open and handle.counters["failures"] == MOST_FAILURES + 1
+    tier.outcome = Outcome.DONE
+    handle.load([part.to_load()], Deadline(1.0)).result(30.0)
+    clock.now_s += FIRST_REST_S
+    handle.store([part.to_store()], Deadline(1.0))
+    assert (handle.stores.state, handle.stores.are_due) == ("open", True)
 
 
 def tried(handle: TierHandle, clock: Clock, rest_s: float = 2 * LONGEST_REST_S) -> None:

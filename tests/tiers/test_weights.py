@@ -101,3 +101,17 @@ def test_damage_that_is_found_after_the_weights_have_changed_goes_from_the_tier_
     runs(engine, "step-1")
     is_served_as(engine, "step-1")
     assert engine.awaited(keys, "again").hit_tokens == CHUNK_TOKENS
+
+
+def test_chunks_of_other_weights_are_written_to_a_tier_that_has_those_of_the_first(
+    server: ServerProcess, engine: TierEngine
+) -> None:
+    """Their keys are the same."""
+    with closing(TierEngine(server.unix, manifest(PART), "other")) as other:
+        keys = engine.chain(4)
+        runs(other, "step-1")
+        is_served_as(engine, "step-1")
+        engine.store(keys)
+        is_written(engine, keys)
+        other.store(keys)
+        eventually(lambda: written(engine) == 2 * len(keys), 30.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -13,7 +14,7 @@ from typing import Final
 
 from kvdock.shm.files import replace_durably
 from kvdock.tiers.notes import HEAD_BYTES, Change, Note, NoteError
-from kvdock.tiers.tier import TierError, require_own
+from kvdock.tiers.tier import ReadOnly, TierError, require_own
 
 TIER: Final = "disk"
 _PID_BYTES: Final = 16
@@ -71,6 +72,7 @@ class FolderLock:
 _log: Final = logging.getLogger(__name__)
 _NAMESPACE_BYTES: Final = 32
 _LENGTH: Final = struct.Struct("<I")
+_TAKES_NOTHING: Final = frozenset({errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class DiskNotes:
@@ -95,7 +97,8 @@ class DiskNotes:
         return list(self._notes)
 
     def change(self, namespace: bytes, change: Change) -> Note:
-        """The change is durable when it returns. Raises TierError; then nothing has changed."""
+        """The change is durable when it returns. Raises ReadOnly if the storage takes nothing, TierError; then nothing
+        has changed."""
         with self._lock:
             before = self._notes.get(namespace)
             if (after := change(before)) == before:
@@ -106,7 +109,8 @@ class DiskNotes:
                     namespace + _LENGTH.pack(len(packed := note.packed())) + packed for namespace, note in notes.items()
                 ))
             except OSError as error:
-                raise TierError(TIER, f"{self._path} cannot be written: {error}") from error
+                kind = ReadOnly if error.errno in _TAKES_NOTHING else TierError
+                raise kind(TIER, f"{self._path} cannot be written: {error}") from error
             self._notes = notes
             return after
 

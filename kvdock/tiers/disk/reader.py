@@ -159,7 +159,8 @@ class Reader:
                     self._log.mark_deleted(entry.segment, entry.offset, record)
                 self._space.release(entry)
             if gone := [*strays, *((entry.segment.sequence, entry.offset) for _, entry in older)]:
-                self._index.remove(gone)
+                with suppress(OSError):  # of a full disk: they are found again at the next start
+                    self._index.remove(gone)
         return taken
 
 

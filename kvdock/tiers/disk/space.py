@@ -331,10 +331,13 @@ class Space:
                 if self._fits_into(self._current, length):
                     return Outcome.DONE  # another thread has freed space
                 current, self._current = self._current, None
-            started = self._start_next(deadline)
-            with self.changed:
-                self._current = started or current
-                self.changed.notify_all()
+            started = None
+            try:
+                started = self._start_next(deadline)
+            finally:
+                with self.changed:
+                    self._current = started or current
+                    self.changed.notify_all()
             return Outcome.DONE if started else Outcome.FULL
         finally:
             self._freeing.release()
@@ -365,7 +368,8 @@ class Space:
     def _empty(self, segment: Segment, into: Segment | None = None, deadline: Deadline = NEVER) -> None:
         """Copies the parts that get a second chance, drops the others, and wipes the segment once no thread reads it.
 
-        Raises OSError, TierError; then the parts that were to be copied are still in their old place.
+        Raises OSError, TierError; then all parts are still in their old place, unless the segment itself cannot be
+        written: a full disk takes no change of the index either, and is read.
         """
         self.read(segment)
         with self.changed:
@@ -373,9 +377,6 @@ class Space:
             self._judge_copies([part[3] > 0 for _, part in parts if part[4]])
             moves = self._second_chances([(key, self._entry(part)) for key, part in parts], into) if into else []
             keys = {key for key, _, _ in moves}
-            for key, _ in parts:
-                if key not in keys:
-                    self.drop(key)
             self.claimed |= keys
         try:
             moved = copy_all(self._io, moves, deadline)

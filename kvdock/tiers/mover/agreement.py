@@ -25,7 +25,7 @@ from kvdock.protocol.mover_schemas import Generation, NoteChange, Order, OrderDo
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.notes import LEASE, Note, begins, deletes, raises
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import Deadline, NotEverywhere, Sweeps, TierError
+from kvdock.tiers.tier import Deadline, NotEverywhere, ReadOnly, Sweeps, TierError
 
 log = logging.getLogger("kvdock.tiers")
 
@@ -231,6 +231,8 @@ class Agreement:
                 is_swept = self._sweep(handle)
             except TierError as error:
                 log.debug("%s: its notes cannot be read, trying again: %s", handle.name, error)
+                if isinstance(error, ReadOnly):  # it is asked no more often than for what others have changed
+                    pause_s = max(RETRY_S, handle.tier.poll_s)
                 continue
             except Exception:  # without this thread the tier would not be used any more
                 log.exception("the notes of %s could not be read", handle.name)

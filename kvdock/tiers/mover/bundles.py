@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -41,10 +41,26 @@ class Bundles:
         self._tier, self._writers = tier, writers
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
+        """Where several parts of a bundle are named, those that are records of their own are asked for, too: a tier
+        counts that as a use, and may have evicted some of them."""
         records = [self._records_of(name) for name in names]
-        asked = list(dict.fromkeys(itertools.chain.from_iterable(records)))
-        has = dict(zip(asked, self._tier.exists(asked, deadline), strict=True))
-        return [any(has[record] for record in some) for some in records]
+        parts: dict[PartName, list[PartName]] = {}
+        for name, (record, *others) in zip(names, records, strict=True):
+            if record != name and not others:
+                parts.setdefault(record, []).append(name)
+        several = {bundle: some for bundle, some in parts.items() if len(some) > 1}
+        firsts = [some[0] for some in several.values()]
+        has = self._ask([*itertools.chain.from_iterable(records), *firsts], deadline)
+        apart = {bundle: some for bundle, some in several.items() if has[some[0]]}
+        has |= self._ask([name for some in apart.values() for name in some[1:]], deadline)
+        return [
+            any(has[record] for record in some) and (some[0] not in apart or has[name])
+            for name, some in zip(names, records, strict=True)
+        ]
+
+    def _ask(self, records: Iterable[PartName], deadline: Deadline) -> dict[PartName, bool]:
+        asked = list(dict.fromkeys(records))
+        return dict(zip(asked, self._tier.exists(asked, deadline) if asked else [], strict=True))
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
         found = [Loaded(Outcome.LATE)] * len(parts)

@@ -151,6 +151,25 @@ class _Batch:
     is_retry: bool = False
 
 
+class _Came(NamedTuple):
+    """What loads have brought. `sums`: the checksums of the parts that are complete. `wrong`: parts whose bytes do not
+    match their checksum. `unfit`: parts under whose name is something else than a record of that length."""
+
+    sums: dict[PartName, int]
+    wrong: list[ToLoad]
+    unfit: list[ToLoad]
+    missing: list[ToLoad]
+
+    @property
+    def bad(self) -> list[ToLoad]:
+        return [*self.wrong, *self.unfit]
+
+    def and_then(self, other: _Came, again: Container[PartName]) -> _Came:
+        """`other`: what came when the parts `again` were loaded once more."""
+        one, two, three = ([load for load in loads if load.name not in again] for loads in self[1:])
+        return _Came(self.sums | other.sums, one + other.wrong, two + other.unfit, three + other.missing)
+
+
 class _Threads:
     def __init__(self) -> None:
         self.fetches = ThreadPoolExecutor(THREADS, "kvdock-fetch")
@@ -273,7 +292,8 @@ class Fetches:
         return steps, asked.result() if asked is not None and is_shared else AT_STORE
 
     def _steps(self, fetch: Fetch, handles: Sequence[TierHandle]) -> list[_Step]:
-        """The first tier that has something decides; what other nodes' pools lack comes from the next one."""
+        """The first tier that has something and is not too slow for it decides; what other nodes' pools lack comes from
+        the next one."""
         steps: list[_Step] = []
         at, end = fetch.wanted.hit, len(fetch.wanted.keys)
         for handle in handles:
@@ -283,7 +303,7 @@ class Fetches:
             if count:
                 steps.append(_Step(handle, fetch.agreed, found[:count]))
                 at += count
-            if at == end or count < len(found) or (count and not isinstance(handle.tier, SharesPool)):
+            if at == end or (count and (count < len(found) or not isinstance(handle.tier, SharesPool))):
                 break
         return steps
 
@@ -318,7 +338,7 @@ class Fetches:
             return []
         space, missing = fetch.wanted.space, fetch.wanted.keys[at:]
         if not fetch.is_ahead:
-            missing = handle.absent.cut(missing)
+            missing = handle.absent.cut(space.digest, missing)
         if not missing:
             return []
         agreed = fetch.agreed = self._agreement.wait_for(handle, space.digest, fetch.deadline)
@@ -582,18 +602,15 @@ class Fetches:
         except (ServerUnavailable, ApiError, AttachError, ShmError) as error:
             log.warning("slots of the pool cannot be mapped: %s", error)
             return {}
-        sums, bad, missing = self._read(fetch, handle, loads)
-        if bad:  # another server may have replaced a part during the load: then it is whole now, and must stay
-            sums_again, bad, missing_again = self._read(fetch, handle, bad)
-            sums |= sums_again
-            missing += missing_again
-        undone = [wanted[load.name] for load in (*bad, *missing)]
-        if raw := self._raw_loads(space, attachment, granted, undone, wanted):
-            sums_raw, bad_raw, missing_raw = self._read(fetch, handle, raw)
-            sums |= sums_raw
-            tried = {load.name for load in raw}
-            bad = [load for load in bad if load.name not in tried] + bad_raw
-            missing = [load for load in missing if load.name not in tried] + missing_raw
+        came = self._read(fetch, handle, loads)
+        # Another server may have replaced a part during the load: then it is whole now, and must stay.
+        came = came.and_then(self._read(fetch, handle, came.bad), {load.name for load in came.bad})
+        packed = [group.packed is not UNSET for group in space.manifest.groups]
+        perhaps_raw = {load.name: wanted[load.name] for load in (*came.unfit, *came.missing) if packed[load.name.group]}
+        raw = self._raw_loads(space, attachment, granted, perhaps_raw)
+        # What there are no slots for is neither damaged nor missing, as far as is known.
+        came = came.and_then(self._read(fetch, handle, raw), perhaps_raw)
+        sums, bad, missing = came.sums, came.bad, came.missing
         for load in bad:
             handle.counters["damaged"] += 1
             log.error("%s: %s is damaged: it is a miss, and is deleted", handle.name, load.name.text())
@@ -612,15 +629,14 @@ class Fetches:
 
     def _raw_loads(
         self, space: NamespaceSession, attachment: Attachment, granted: ReserveAnswer,
-        undone: Sequence[tuple[int, int, int]], wanted: Mapping[PartName, tuple[int, int, int]],
+        perhaps_raw: Mapping[PartName, tuple[int, int, int]],
     ) -> list[ToLoad]:
-        """Loads of the `undone` parts into slots for raw bytes: a tier may have parts that could not be packed. Each of
-        `undone` and `wanted` is (index of the chunk, group, writer)."""
-        packed = {at for at, group in enumerate(space.manifest.groups) if group.packed is not UNSET}
-        names, loads = {at: name for name, at in wanted.items()}, []
+        """Loads of parts into slots for raw bytes, as far as the pool has them: a tier may have parts that could not be
+        packed. `perhaps_raw`: (index of the chunk, group, writer) of each."""
+        names, loads = {at: name for name, at in perhaps_raw.items()}, []
         try:
             for rank in space.ranks:
-                parts = [RawPart(index, group) for index, group, writer in undone if writer == rank and group in packed]
+                parts = [RawPart(index, group) for index, group, writer in names if writer == rank]
                 if not parts or granted.reservation is None:
                     continue
                 body = MakeRaw(session=attachment.session, rank=rank, parts=parts)
@@ -631,24 +647,24 @@ class Fetches:
             log.warning("parts that may not be packed are not loaded: %s", error)
         return loads
 
-    def _read(
-        self, fetch: Fetch, handle: TierHandle, loads: Sequence[ToLoad]
-    ) -> tuple[dict[PartName, int], list[ToLoad], list[ToLoad]]:
-        """Loads parts. Returns (checksums of the complete parts, the damaged parts, the missing ones)."""
+    def _read(self, fetch: Fetch, handle: TierHandle, loads: Sequence[ToLoad]) -> _Came:
+        came = _Came({}, [], [], [])
+        if not loads:
+            return came
         try:
             found = handle.load(loads, fetch.deadline).result()
         except TierError:
-            return {}, [], []
-        sums: dict[PartName, int] = {}
-        bad, missing = [], []
+            return came
         for load, loaded in zip(loads, found, strict=True):
             if loaded.outcome is Outcome.DONE and checksum(load.pages[: load.length]) == loaded.checksum:
-                sums[load.name] = loaded.checksum
-            elif loaded.outcome in (Outcome.DONE, Outcome.DAMAGED):
-                bad.append(load)
+                came.sums[load.name] = loaded.checksum
+            elif loaded.outcome is Outcome.DONE:
+                came.wrong.append(load)
+            elif loaded.outcome is Outcome.DAMAGED:
+                came.unfit.append(load)
             elif loaded.outcome is Outcome.MISSING:
-                missing.append(load)
-        return sums, bad, missing
+                came.missing.append(load)
+        return came
 
     def _commit(
         self, space: NamespaceSession, attachment: Attachment, reservation: str, chunks: list[GrantedChunk],
@@ -755,7 +771,7 @@ class _Asked:
             if good < len(has):
                 high = lengths[good] - 1
                 if not self._deadline.is_over:  # else it may not have been asked in time
-                    self._handle.absent.add(keys[high])
+                    self._handle.absent.add(self._space.digest, keys[high])
             low = lengths[good - 1] if good else low
         return low
 

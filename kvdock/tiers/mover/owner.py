@@ -34,6 +34,8 @@ log = logging.getLogger("kvdock.tiers")
 
 MARK_S: Final = 3600.0
 """How often a namespace that is served is marked. One that was marked within twice this time is in use."""
+MARK_AGAIN_S: Final = 60.0
+"""How long after a mark that failed it is tried again."""
 ROUND_S: Final = 1800.0
 """How often a mover looks whether it is to keep the limits, and keeps them."""
 LEASE_S: Final = 1.5 * ROUND_S
@@ -210,8 +212,9 @@ class Owner:
         now_s = time.monotonic()
         for space in self._served():
             if now_s - self._marked_s.get(space.digest, -MARK_S) >= MARK_S:
-                self._marked_s[space.digest] = now_s
+                self._marked_s[space.digest] = now_s - MARK_S + MARK_AGAIN_S  # if it fails
                 tier.mark(space.digest, label_of(space), Deadline(CALL_S))
+                self._marked_s[space.digest] = now_s
 
     def _keep_limits(self, tier: Owned) -> None:
         if time.monotonic() < self._next_s or not any(tier.limits):

@@ -200,7 +200,7 @@ class Mover:
             writer, stores = self._writers[handle.name], handle.stores.state
             views.append(TierView(
                 name=handle.name, state="off" if is_off else stores, why=FAILING if is_off else WORDS[stores],
-                error=handle.breaker.why if is_off else handle.fault if stores != "open" else "",
+                error=handle.breaker.why if is_off else handle.stores.why if stores != "open" else "",
                 objects=usage.objects, bytes_used=usage.bytes_used,
                 bytes_limit=usage.bytes_limit, wear_bytes=usage.wear_bytes,
                 day_limit_bytes=writer.budget.day_bytes, day_left_bytes=max(0, writer.budget.left_bytes),
@@ -397,7 +397,7 @@ class Mover:
             self._writers[handle.name].has(fetch.wanted.space, fetch.agreed, keys)
 
     def _lacked(self, handle: TierHandle, namespace: bytes, keys: Sequence[bytes]) -> None:
-        known = self._writers[handle.name].forget(keys)
+        known = self._writers[handle.name].forget(namespace, keys)
         if not isinstance(handle.tier, TellsGone):
             self._tell(handle.name, namespace, known, is_there=False)
 

@@ -178,11 +178,13 @@ class _Call:
 
 class Stores:
     """Whether the tier takes stores. One that has no space may have some a moment later, so it is tried all the time;
-    one that is read-only is tried with one batch after a pause, which doubles."""
+    one that cannot be written is tried with one batch after a pause, which doubles. What it has is loaded meanwhile."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._refused = clock, ""
+        self._clock, self._refused, self._failures = clock, "", 0
         self._rest_s, self._until_s = FIRST_REST_S, 0.0
+        self.why = ""
+        """What the tier said last when it took nothing."""
 
     @property
     def state(self) -> Literal["open", "full", "read_only"]:
@@ -195,18 +197,24 @@ class Stores:
     def are_due(self) -> bool:
         return self._refused != "read_only" or self._clock() >= self._until_s
 
-    def refused(self, state: Literal["full", "read_only"]) -> bool:
+    def refused(self, state: Literal["full", "read_only"], why: str) -> bool:
         """Returns whether this is new."""
-        is_new, self._refused = self.state != state, state
+        is_new, self._refused, self.why = self.state != state, state, why
         self._until_s = self._clock()
         if state == "read_only":
             self._until_s += self._rest_s
             self._rest_s = min(2 * self._rest_s, LONGEST_REST_S)
         return is_new
 
+    def failed(self) -> bool:
+        """A store has failed. Returns whether so many have in a row that the tier cannot be written."""
+        self._failures += 1
+        return self._failures >= MOST_FAILURES
+
     def taken(self) -> bool:
         """The tier has stored something. Returns whether it did not before."""
         was_refused, self._refused, self._rest_s = self.state != "open", "", FIRST_REST_S
+        self._failures = 0
         return was_refused
 
 
@@ -215,30 +223,34 @@ class Absent:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._lock = clock, threading.Lock()
-        self._until_s: OrderedDict[bytes, float] = OrderedDict()
+        self._until_s: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()
+        """By namespace and key."""
         self._ask_s = 0.0
 
     def asked(self, took_s: float) -> None:
         """The tier has answered which parts it has."""
         self._ask_s += SMOOTHING * (took_s - self._ask_s) if self._ask_s else took_s
 
-    def add(self, key: bytes) -> None:
+    def add(self, namespace: bytes, key: bytes) -> None:
         with self._lock:
-            self._until_s[key] = self._clock() + min(ABSENT_TIMES * self._ask_s, MOST_ABSENT_S)
-            self._until_s.move_to_end(key)
+            self._until_s[namespace, key] = self._clock() + min(ABSENT_TIMES * self._ask_s, MOST_ABSENT_S)
+            self._until_s.move_to_end((namespace, key))
             if len(self._until_s) > MOST_ABSENT:
                 self._until_s.popitem(last=False)
 
-    def remove(self, keys: Iterable[bytes]) -> None:
+    def remove(self, names: Iterable[PartName]) -> None:
+        """Their chunks."""
         with self._lock:
-            for key in keys:
-                self._until_s.pop(key, None)
+            for name in names:
+                self._until_s.pop((name.namespace, name.key), None)
 
-    def cut(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+    def cut(self, namespace: bytes, keys: Sequence[bytes]) -> Sequence[bytes]:
         """The keys before the first that is absent."""
         now_s = self._clock()
         with self._lock:
-            end = next((at for at, key in enumerate(keys) if self._until_s.get(key, now_s) > now_s), len(keys))
+            end = next(
+                (at for at, key in enumerate(keys) if self._until_s.get((namespace, key), now_s) > now_s), len(keys)
+            )
         return keys[:end]
 
 
@@ -304,18 +316,18 @@ class TierHandle:
         try:
             found = self._guarded(_Call("store", deadline), lambda: self._parts.store(parts, deadline), _failure)
         except ReadOnly as error:
-            self._refused("read_only", error.why)
+            self._refused("read_only", self._with_fault(error.why))
             raise
         if Outcome.DONE in found:
             if self.stores.taken():
                 log.warning("the tier %s takes stores again", self.name)
         elif Outcome.FULL in found:
-            self._refused("full", "it has no space")
+            self._refused("full", self._with_fault("it has no space"))
         for part, outcome in zip(parts, found, strict=True):
             self.counters[f"store_{outcome.value}"] += 1
             if outcome is Outcome.DONE:
                 self.counters["stored_bytes"] += part.record.length
-        self.absent.remove(part.record.name.key for part in parts)
+        self.absent.remove(part.record.name for part in parts)
         self._trials.stored_last = [
             (part.record.name, part.record.length)
             for part, outcome in zip(parts, found, strict=True) if outcome is Outcome.DONE
@@ -323,8 +335,8 @@ class TierHandle:
         return found
 
     def _refused(self, state: Literal["full", "read_only"], why: str) -> None:
-        if self.stores.refused(state):
-            log.warning("nothing is stored in the tier %s for a while: %s", self.name, self._with_fault(why))
+        if self.stores.refused(state, why):
+            log.warning("nothing is stored in the tier %s for a while: %s", self.name, why)
 
     @property
     def fault(self) -> str:
@@ -353,7 +365,11 @@ class TierHandle:
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
         """Raises TierOff, TierError, NotEverywhere, ReadOnly."""
-        return self._call("note", deadline, lambda: self.tier.change(namespace, change, deadline), lambda _: "")
+        try:
+            return self._call("note", deadline, lambda: self.tier.change(namespace, change, deadline), lambda _: "")
+        except ReadOnly as error:
+            self._refused("read_only", error.why)
+            raise
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
         """Raises TierOff, TierError, ReadOnly."""
@@ -532,7 +548,10 @@ class TierHandle:
 
     def _fail(self, kind: str, why: str, times: int = 1) -> None:
         self.counters["failures"] += 1
-        if self.breaker.failed(kind, why, times):
+        if kind == "store" and why != UNRETURNED:
+            if self.stores.failed():
+                self._refused("read_only", why)
+        elif self.breaker.failed(kind, why, times):
             log.warning("the tier %s is not used for a while: %s", self.name, why)
 
     def _try(self) -> None:

@@ -162,37 +162,42 @@ ChunkName = tuple[bytes, bytes]
 
 class KnownStored:
     """The last MOST_KNOWN_STORED chunks that a tier is known to have, so that it is not asked about them each time.
-    `recheck_s`: as in Tier. Not thread-safe."""
+    Keys alone do not name them: engines that run other weights have equal keys in other namespaces. `recheck_s`: as in
+    Tier. Not thread-safe."""
 
     def __init__(self, recheck_s: float, clock: Callable[[], float]) -> None:
         self._recheck_s, self._clock = recheck_s, clock
-        self._keys: OrderedDict[bytes, float] = OrderedDict()
+        self._names: OrderedDict[ChunkName, float] = OrderedDict()
         """When the tier last had each, in seconds."""
 
-    def unknown(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The chunks of `keys` that the tier is not known to have."""
-        known = self._keys
-        return [key for key in keys if key not in known]
+    def unknown(self, names: Iterable[ChunkName]) -> list[ChunkName]:
+        """The chunks of `names` that the tier is not known to have."""
+        return [name for name in names if name not in self._names]
 
-    def due(self, keys: Iterable[bytes]) -> list[bytes]:
-        """The chunks of `keys` about which the tier has to be asked again. Each is returned once."""
+    def due(self, names: Iterable[ChunkName]) -> list[ChunkName]:
+        """The chunks of `names` about which the tier has to be asked again. Each is returned once."""
         now_s = self._clock()
-        due = [key for key in keys if now_s - self._keys.get(key, now_s) >= self._recheck_s]
-        self._keys.update(dict.fromkeys(due, now_s))
+        due = [name for name in names if now_s - self._names.get(name, now_s) >= self._recheck_s]
+        self._names.update(dict.fromkeys(due, now_s))
         return due
 
-    def add(self, key: bytes) -> None:
-        self._keys[key] = self._clock()
-        self._keys.move_to_end(key)
-        if len(self._keys) > MOST_KNOWN_STORED:
-            self._keys.popitem(last=False)
+    def add(self, name: ChunkName) -> None:
+        self._names[name] = self._clock()
+        self._names.move_to_end(name)
+        if len(self._names) > MOST_KNOWN_STORED:
+            self._names.popitem(last=False)
 
-    def discard(self, key: bytes) -> bool:
+    def discard(self, name: ChunkName) -> bool:
         """Whether it was known."""
-        return self._keys.pop(key, None) is not None
+        return self._names.pop(name, None) is not None
+
+    def discard_all(self, digest: bytes) -> None:
+        """Those of one namespace."""
+        for name in [name for name in self._names if name[0] == digest]:
+            del self._names[name]
 
     def clear(self) -> None:
-        self._keys.clear()
+        self._names.clear()
 
 
 class WriteQueue:
@@ -309,14 +314,14 @@ class WriteBehind:
             return
         with self._changed:
             if self._until_s is None:
-                unknown = self._known_stored.unknown(keys)
+                names = [(space.digest, key) for key in keys]
+                unknown = self._known_stored.unknown(names)
                 if unknown and self.budget.is_spent:
                     self._handle.counters["left_out_day_spent"] += len(unknown)
                     unknown = []
-                for key in unknown:
-                    left_out = self._queue.add((space.digest, key), space.chunk_bytes)
-                    self._handle.counters["left_out_full_queue"] += left_out
-                self._rechecks.update(dict.fromkeys((space.digest, key) for key in self._known_stored.due(keys)))
+                for name in unknown:
+                    self._handle.counters["left_out_full_queue"] += self._queue.add(name, space.chunk_bytes)
+                self._rechecks.update(dict.fromkeys(self._known_stored.due(names)))
             self._changed.notify()
 
     def prioritise(self, evicting_soon: Iterable[tuple[NamespaceSession, Sequence[bytes]]]) -> None:
@@ -325,8 +330,8 @@ class WriteBehind:
             return
         with self._changed:
             self._queue.prioritise(
-                ((space.digest, key), space.chunk_bytes)
-                for space, keys in evicting_soon for key in self._known_stored.unknown(keys) if self._until_s is None
+                (name, space.chunk_bytes) for space, keys in evicting_soon
+                for name in self._known_stored.unknown((space.digest, key) for key in keys) if self._until_s is None
             )
             self._changed.notify()
 
@@ -342,14 +347,14 @@ class WriteBehind:
             if self._agreement.of(self._handle, space.digest) != agreed:
                 return False
             for key in keys:
-                self._known_stored.add(key)
+                self._known_stored.add((space.digest, key))
             return True
 
-    def forget(self, keys: Sequence[bytes]) -> list[bytes]:
-        """The tier does not have these chunks any more, or has damaged ones: they are written when they are offered
-        again. Returns those that it was known to have."""
+    def forget(self, digest: bytes, keys: Sequence[bytes]) -> list[bytes]:
+        """The tier does not have these chunks of a namespace any more, or has damaged ones: they are written when they
+        are offered again. Returns those that it was known to have."""
         with self._changed:
-            return [key for key in keys if self._known_stored.discard(key)]
+            return [key for key in keys if self._known_stored.discard((digest, key))]
 
     def forget_all(self) -> None:
         """It is not known any more what the tier has."""
@@ -361,12 +366,12 @@ class WriteBehind:
         with self._changed:
             if keys is None:
                 names = self._queue.of(digest)
-                self._known_stored.clear()
+                self._known_stored.discard_all(digest)
             else:
                 names = [(digest, key) for key in keys]
             for name in names:
                 self._queue.remove(name)
-                self._known_stored.discard(name[1])
+                self._known_stored.discard(name)
 
     def drain(self, seconds: float) -> None:
         """The server is about to end: waiting chunks are written for at most `seconds`, and new ones are not
@@ -458,7 +463,7 @@ class WriteBehind:
             left = [name for name, is_there in zip(names, has, strict=True) if is_there and name.key in lacks]
             if left:  # _missing() would find the chunk by one of them
                 self._handle.delete_damaged(left)
-            self.forget(gone)
+            self.forget(space.digest, gone)
             self._observer.gone(space.digest, gone)
             self.offer(space, gone)
         return True

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import importlib
 import itertools
@@ -74,6 +75,9 @@ _FULL: Final = (
     "os error 28", "os error 27", "os error 122", "507 ", "QuotaExceeded", "StorageFull", "InsufficientStorage",
 )  # fmt: skip
 """Linux's codes for no space, too large a file and an exceeded quota, and the texts of servers."""
+_REFUSED: Final = ("PermissionDenied", "os error 30", "os error 13")
+"""The error of keys that may only read, and Linux's codes for a read-only file system and a folder that may not be
+written to."""
 
 _NAMESPACE_BYTES: Final = 32
 
@@ -146,7 +150,7 @@ class ObjectTier:
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         if self._location.read_only:
-            raise TierError(NAME, "it is a web server, which can only be read")
+            raise ReadOnly(NAME, "it is a web server, which can only be read")
         views = [part.views() for part in parts]
 
         def ask(record: Record, some: Sequence[memoryview]) -> Callable[[], Awaitable[Outcome]]:
@@ -154,7 +158,7 @@ class ObjectTier:
 
         try:
             requests = [ask(part.record, some) for part, some in zip(parts, views, strict=True)]
-            return self._run_all(requests, deadline)
+            return self._run_all(requests, deadline, changes=True)
         finally:
             _release(list(itertools.chain.from_iterable(views)))
 
@@ -166,8 +170,8 @@ class ObjectTier:
             return lambda: self._delete([name.text() for name in some])
 
         slices = [names[at : at + DELETE_AT_ONCE] for at in range(0, len(names), DELETE_AT_ONCE)]
-        outcomes: list[Outcome] = []
-        for some, found in zip(slices, self._run_all([ask(some) for some in slices], deadline), strict=True):
+        requests, outcomes = [ask(some) for some in slices], list[Outcome]()
+        for some, found in zip(slices, self._run_all(requests, deadline, changes=True), strict=True):
             outcomes += [found] * len(some) if isinstance(found, Outcome) else found
         return outcomes
 
@@ -185,9 +189,11 @@ class ObjectTier:
             raise ReadOnly(NAME, "it is a web server, which can only be read")
         while not deadline.is_over:
             with self._locked(deadline):
-                (found,) = self._run_all([lambda: self._try_to_change(namespace, change)], deadline)
+                (found,) = self._run_all([lambda: self._try_to_change(namespace, change)], deadline, changes=True)
             if isinstance(found, Note):
                 return found
+            if found is Outcome.FULL:
+                raise ReadOnly(NAME, "it has no space for the note of a namespace")
             if isinstance(found, Outcome):
                 break
         raise TierError(NAME, "the note of a namespace was not changed in time")
@@ -202,7 +208,8 @@ class ObjectTier:
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             fd = os.open(self._location.folder / "kvdock.lock", flags, 0o600)
         except OSError as error:
-            raise TierError(NAME, f"its lock cannot be opened: {error}") from error
+            is_refused = error.errno in (errno.EROFS, errno.EACCES)
+            raise (ReadOnly if is_refused else TierError)(NAME, f"its lock cannot be opened: {error}") from error
         try:
             while True:
                 try:
@@ -291,9 +298,12 @@ class ObjectTier:
         self._thread.join()
         self._loop.close()
 
-    def _run_all(self, requests: Sequence[Callable[[], Awaitable[T]]], deadline: Deadline) -> list[T | Outcome]:
-        """The answer to each request, or LATE, FULL or FAILED. Raises TierError if every request failed or was late,
-        and not only because of the deadline."""
+    def _run_all(
+        self, requests: Sequence[Callable[[], Awaitable[T]]], deadline: Deadline, *, changes: bool = False
+    ) -> list[T | Outcome]:
+        """The answer to each request, or LATE, FULL or FAILED. `changes`: whether the requests change objects. Raises
+        TierError if every request failed or was late, and not only because of the deadline; ReadOnly if the store
+        refuses changes."""
         if deadline.left_s <= 0 or not requests:
             return [Outcome.LATE] * len(requests)
         tasks: list[asyncio.Task[T]] = []
@@ -319,7 +329,8 @@ class ObjectTier:
         judged: list[T | Outcome] = [_judge(one) if isinstance(one, BaseException) else one for one in found]
         errors: list[BaseException] = [one for one in found if isinstance(one, Exception)]
         if errors and all(one is Outcome.FAILED or one is Outcome.LATE for one in judged):
-            raise TierError(NAME, _brief(errors[0]))
+            is_refused = changes and any(mark in _brief(errors[0]) for mark in _REFUSED)
+            raise (ReadOnly if is_refused else TierError)(NAME, _brief(errors[0]))
         return judged
 
     async def _ping(self) -> bool:
@@ -445,6 +456,7 @@ class ObjectTier:
                 ]
                 await record.take(found, 0, first)
             await asyncio.gather(*others)
+            self._owned.used(name.text())
             return Loaded(Outcome.DONE, Record.read_of(bytes(record.header), name, length).checksum)
         except FileNotFoundError:
             return Loaded(Outcome.MISSING)

@@ -62,7 +62,7 @@ class OwnedObjects:
                 found.objects += 1
                 found.bytes += size
                 found.newest = max(time, found.newest or time)
-                found.by_age[int((now - time).total_seconds() // AGE_S)] += size
+                found.by_age[int(_age_s(now, time) // AGE_S)] += size  # some are stored while others are listed
         return [
             Holding(
                 namespace, await self._label(namespace) if found.used else b"", found.objects, found.bytes,

@@ -10,10 +10,13 @@ from __future__ import annotations
 import importlib
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType
 from typing import Any, Final, Generic, TypeVar
 
@@ -27,6 +30,7 @@ from kvdock.tiers.tier import (
     NotInstalled,
     Outcome,
     OwnUsage,
+    ReadOnly,
     Store,
     TierError,
     ToLoad,
@@ -47,6 +51,13 @@ RECHECK_S: Final = 60.0
 NAMESPACES: Final = f"kvdock/{VERSION}/namespaces".encode()
 """The key of the set of all namespaces that have a note."""
 _SWEPT_AT_ONCE: Final = 512
+
+_READ_ONLY: Final = frozenset({"READONLY", "MISCONF", "NOREPLICAS"})
+"""The codes of errors of a server that answers reads, and changes nothing: it is a replica since a failover, cannot
+save, or lacks replicas."""
+REPLICA: Final = "READONLY"
+"""The code of a replica: another server is the master now, and may be found at the same address."""
+_REFUSALS: Final = _READ_ONLY | {"NOPERM"}
 
 T = TypeVar("T")
 
@@ -70,13 +81,16 @@ class _Answers(Generic[T]):
 
     by_job: dict[int, T | Outcome]
     why: str = ""
+    codes: set[str] = field(default_factory=set)
+    """The codes of all errors with which a server refused a job; "": a failure of another kind."""
     is_any_answered: bool = False
     """Whether some job got an answer other than a failure."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def failed(self, jobs: Sequence[_Job[T]], why: str) -> None:
+    def failed(self, jobs: Sequence[_Job[T]], why: str, code: str = "") -> None:
         with self.lock:
             self.why = self.why or why
+            self.codes.add(code)
             self.by_job.update((job.at, Outcome.FAILED) for job in jobs)
 
 
@@ -116,6 +130,8 @@ class RedisTier:
         self._usage = OwnUsage(wears_out=False)
         self._cached_notes: dict[bytes, tuple[bytes, Note]] = {}
         """Notes as they were last read, with their packed heads."""
+        self._listed_s: dict[bytes, float] = {}
+        """When each namespace was last put into the set of namespaces."""
         self._sweeping: dict[tuple[bytes, Address], bytes] = {}
         """The SCAN cursor from which sweep() continues, by namespace and server."""
 
@@ -128,11 +144,21 @@ class RedisTier:
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
         keys = [_key(name) for name in names]
-        lifetime = self._settings.ttl_s
-        asked = [command(b"EXPIRE", key, b"%d" % lifetime) if lifetime else command(b"TOUCH", key) for key in keys]
-        jobs = [_Job(at, key, asked[at], 0, _read_reply) for at, key in enumerate(keys)]
+        jobs = [_Job(at, key, self._use(key), 0, self._read_use) for at, key in enumerate(keys)]
         answers = self._execute(jobs, deadline)
         return [answers[at] == 1 for at in range(len(keys))]
+
+    def _use(self, key: bytes) -> list[bytes | memoryview]:
+        """Counts as a use of the value, and asks whether it is there."""
+        lifetime, touch = self._settings.ttl_s, command(b"TOUCH", key)
+        return [*command(b"EXPIRE", key, b"%d" % lifetime), *touch] if lifetime else touch
+
+    def _read_use(self, wire: Wire, deadline: Deadline) -> Reply:
+        """The answer to _use(). A server that changes nothing says whether the value is there all the same."""
+        lengthened = wire.reply(deadline) if self._settings.ttl_s else None
+        is_there = wire.reply(deadline)
+        is_refused = isinstance(lengthened, ErrorReply) and lengthened.code not in _READ_ONLY
+        return lengthened if is_refused else is_there
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
         jobs = []
@@ -140,10 +166,17 @@ class RedisTier:
             key = _key(part.name)
             size = HEADER_BYTES + part.length
             value: _Value | _Pieces = _Value(part) if size <= RUN_BYTES else _Pieces(part, key)
-            jobs.append(_Job(at, key, value.commands(), size, value.read))
+            pieces, read = value.commands(), value.read
+            if self._settings.ttl_s:  # to read a value does not make it live longer
+                pieces, read = self._use(key) + pieces, partial(self._read_used, value)
+            jobs.append(_Job(at, key, pieces, size, read))
         answers = self._execute(jobs, deadline)
         loaded = [answers[at] for at in range(len(parts))]
         return [Loaded(found) if isinstance(found, Outcome) else found for found in loaded]
+
+    def _read_used(self, value: _Value | _Pieces, wire: Wire, deadline: Deadline) -> Loaded | ErrorReply:
+        self._read_use(wire, deadline)
+        return value.read(wire, deadline)
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         outcomes = [Outcome.FAILED] * len(parts)
@@ -165,7 +198,7 @@ class RedisTier:
             _Job(at, key, command(b"STRLEN", key) + command(b"UNLINK", key), 0, _read_deleted)
             for at, key in enumerate(keys)
         ]
-        answers = self._execute(jobs, deadline)
+        answers = self._execute(jobs, deadline, changes=True)
         outcomes = []
         for at in range(len(keys)):
             found = answers[at]
@@ -199,7 +232,16 @@ class RedisTier:
             found[at] = note = _note_of(value)
             if note is not None and value is not None:
                 self._cached_notes[namespaces[at]] = value[:HEAD_BYTES], note
+        self._list([namespace for namespace, note in zip(namespaces, found, strict=True) if note], deadline)
         return found
+
+    def _list(self, namespaces: Sequence[bytes], deadline: Deadline) -> None:
+        """Now and then, puts them into the set of those that have a note: the server may have evicted it."""
+        now_s = time.monotonic()
+        due = [one for one in namespaces if now_s - self._listed_s.get(one, -RECHECK_S) >= RECHECK_S]
+        self._listed_s.update(dict.fromkeys(due, now_s))
+        with suppress(TierError):  # a server that can only be read has it as it is
+            self._execute([_listing(at, one) for at, one in enumerate(due)], deadline)
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
         key = name_of_note(namespace).encode()
@@ -233,14 +275,13 @@ class RedisTier:
                 done = [_checked(reply) for reply in replies][-1]
         except BaseException:
             wire.close()
-            self._nodes.forget_slots()
+            self._nodes.lost(address)
             raise
         self._nodes.give_back(address, wire)
         if done is None:
             return None
         if before is None:
-            self._values([_Job(0, NAMESPACES, command(b"SADD", NAMESPACES, namespace.hex().encode()), 0, _read_reply)],
-                         deadline)
+            self._values([_listing(0, namespace)], deadline)
         return after
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
@@ -319,7 +360,7 @@ class RedisTier:
             value: list[bytes | memoryview] = [record.header(), *parts[at].views()]
             pieces = command(b"SET", key, value, *condition, *lifetime)
             jobs.append(_Job(at, key, pieces, HEADER_BYTES + record.length, _read_reply))
-        answers = self._execute(jobs, deadline)
+        answers = self._execute(jobs, deadline, changes=True)
         for job in jobs:
             found = answers[job.at]
             outcomes[job.at] = found if isinstance(found, Outcome) else Outcome.DONE
@@ -327,9 +368,11 @@ class RedisTier:
                 self._usage.stored(job.size)
         return [at for at in which if answers[at] is None]
 
-    def _execute(self, jobs: Sequence[_Job[T]], deadline: Deadline) -> dict[int, T | Outcome]:
-        """The answer to each job by its `at`, or LATE, FULL, DAMAGED or FAILED. Raises TierError if no server answered
-        any job, or all refused."""
+    def _execute(
+        self, jobs: Sequence[_Job[T]], deadline: Deadline, *, changes: bool = False
+    ) -> dict[int, T | Outcome]:
+        """The answer to each job by its `at`, or LATE, FULL, DAMAGED or FAILED. `changes`: whether the jobs change
+        values. Raises TierError if no server answered any job, or all refused; ReadOnly if they refuse changes."""
         answers = _Answers[T]({job.at: Outcome.LATE for job in jobs})
         runs = deque(self._runs(jobs, answers, deadline))
         others = [
@@ -345,7 +388,7 @@ class RedisTier:
             if not other.cancelled():
                 other.result()
         if answers.why and not answers.is_any_answered:
-            raise TierError(NAME, answers.why)
+            raise (ReadOnly if changes and answers.codes <= _REFUSALS else TierError)(NAME, answers.why)
         return answers.by_job
 
     def _runs(
@@ -404,7 +447,11 @@ class RedisTier:
             wire.close()
             raise
         else:
-            self._nodes.give_back(address, wire)
+            if REPLICA in answers.codes:
+                wire.close()
+                self._nodes.lost(address)
+            else:
+                self._nodes.give_back(address, wire)
 
     def _record(self, job: _Job[T], reply: T | ErrorReply, answers: _Answers[T]) -> None:
         judged: T | Outcome
@@ -418,7 +465,7 @@ class RedisTier:
             if reply.code in ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN"):
                 self._nodes.forget_slots()
             hint = "; the server belongs to a cluster: set cluster=yes" if reply.code == "MOVED" else ""
-            answers.failed([job], reply.text + ("" if self._settings.cluster else hint))
+            answers.failed([job], reply.text + ("" if self._settings.cluster else hint), reply.code)
             return
         with answers.lock:
             answers.by_job[job.at], answers.is_any_answered = judged, True
@@ -502,6 +549,11 @@ def _check(at: int, record: Record) -> _Job[bool]:
     return _Job(at, key, pieces, HEADER_BYTES, read)
 
 
+def _listing(at: int, namespace: bytes) -> _Job[Any]:
+    """Puts a namespace into the set of those that have a note."""
+    return _Job(at, NAMESPACES, command(b"SADD", NAMESPACES, namespace.hex().encode()), 0, _read_reply)
+
+
 def _read_deleted(wire: Wire, deadline: Deadline) -> int | ErrorReply | None:
     """The length of the value that was deleted; None: there was none."""
     length, removed = wire.reply(deadline), wire.reply(deadline)
@@ -519,9 +571,9 @@ def _note_of(value: Any) -> Note | None:
 
 
 def _checked(reply: Reply) -> Reply:
-    """Returns the reply. Raises TierError if it is an error."""
+    """Returns the reply. Raises TierError if it is an error, ReadOnly if the server changes nothing."""
     if isinstance(reply, ErrorReply):
-        raise TierError(NAME, reply.text)
+        raise (ReadOnly if reply.code in _REFUSALS | {"OOM"} else TierError)(NAME, reply.text)
     return reply
 
 

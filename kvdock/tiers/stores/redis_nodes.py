@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -43,12 +44,12 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """`connections`: the most connections that one verb uses at once. `ttl_s` 0: values stay until the server evicts
-    them."""
+    """`password`: read for each connection, because its file may be replaced. `connections`: the most connections that
+    one verb uses at once. `ttl_s` 0: values stay until the server evicts them."""
 
     address: Address
     user: str | None
-    password: str | None
+    password: Callable[[], str | None]
     tls: Mapping[str, str] | None
     db: int = 0
     cluster: bool = False
@@ -80,8 +81,9 @@ def read_settings(url: str, environment: Mapping[str, str]) -> Settings:
     tls = {name: str(options.pop(name)) for name in _TLS if name in options} if scheme == "rediss" else None
     if tls is not None and ("cert_file" in tls) != ("key_file" in tls):
         raise TierUrlError("rediss: found one of cert_file and key_file, wanted both or neither")
-    password = _password(scheme, options.pop("password_file", None), options.pop("password_env", None), environment)
-    if found.user and password is None:
+    file, variable = options.pop("password_file", None), options.pop("password_env", None)
+    password = partial(_password, scheme, file, variable, environment)
+    if password() is None and found.user:
         raise TierUrlError(f"{scheme}: found the user {found.user!r}, wanted password_file or password_env too")
     return Settings(address, found.user or None, password, tls, **options)
 
@@ -199,7 +201,7 @@ class Nodes:
     def _connected(self, address: Address, timeout_s: float) -> Wire:
         settings, client = self._settings, self._client
         arguments: dict[str, Any] = {
-            "db": settings.db, "username": settings.user, "password": settings.password, "protocol": 2,
+            "db": settings.db, "username": settings.user, "password": settings.password(), "protocol": 2,
             "socket_timeout": timeout_s, "socket_connect_timeout": timeout_s,
             "retry": client.retry.Retry(client.backoff.NoBackoff(), 0),
         }  # fmt: skip

@@ -9,7 +9,8 @@ import { share } from "../format.js";
 const TONES = { helping: "good", costing: "bad", not_ready: "warn" };
 /** The panel that shows more of a finding, by its code. */
 const PANELS = {
-  loads_cost_time: "days", share_fell: "days", tier_off: "tiers", tier_too_slow: "tiers", mover_silent: "tiers",
+  loads_cost_time: "days", share_fell: "days", tier_off: "tiers", tier_not_written: "tiers",
+  tier_too_slow: "tiers", mover_silent: "tiers",
   engine_died: "sessions", engine_silent: "sessions", chunks_damaged: "events", engine_misreads: "events",
   thrashing: "curve", shares_nothing: "cached", full_of_one_tenant: "cached", grants_old: "grants",
 };

@@ -25,6 +25,7 @@ from kvdock.tiers.tier import (
     Loaded,
     NotInstalled,
     Outcome,
+    ReadOnly,
     Store,
     TierError,
     ToLoad,
@@ -254,7 +255,8 @@ class MooncakeTier:
             if code == codes.INVALID:
                 self._library.revoke_writes([key])
                 return False
-            raise TierError(TIER, f"{key} cannot be written (code {code})")
+            kind = ReadOnly if _failed_write(code) is Outcome.FULL else TierError
+            raise kind(TIER, f"{key} cannot be written (code {code})")
         buffer.view[: len(packed)] = packed
         if self._library.write(key, buffer.address, len(packed), 0) != len(packed):
             self._library.revoke_writes([key])

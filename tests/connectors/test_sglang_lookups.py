@@ -563,7 +563,12 @@ def test_a_load_is_reported_in_the_turn_after_its_verdict(engine: Engine, server
     """The thread that reports takes the interpreter lock, so it must not run while SGLang sends the first tokens."""
     reported = threading.Event()
     end_load = engine.worker.end_load
-    engine.worker.end_load = lambda loading: (reported.set(), end_load(loading))  # type: ignore[method-assign,assignment]
+
+    def noted(loading: Any) -> None:
+        reported.set()
+        end_load(loading)
+
+    engine.worker.end_load = noted  # type: ignore[method-assign]  # of this worker alone
     begun_load(engine, "r", 8)
     assert engine.loads.finish(engine.loads.start(Ready()))
     settles = engine.loads._threads.settles

@@ -67,6 +67,10 @@ class ReadOnly(TierError):
     """The tier works, but nothing in it can be changed."""
 
 
+class NoSpace(ReadOnly):
+    """Nothing can be changed because there is no space."""
+
+
 class StillRunning(TierError):
     """A verb has failed, and may still use a slot. Only the end of the process stops it."""
 

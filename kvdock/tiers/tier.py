@@ -72,6 +72,10 @@ class NotEverywhere(TierError):
     read until they do."""
 
 
+class NoSpace(ReadOnly):
+    """Nothing can be changed because there is no space."""
+
+
 class StillRunning(TierError):
     """A verb has failed, and may still use a slot. Only the end of the process stops it."""
 

@@ -31,7 +31,7 @@ from tier_subjects import TierSubject, opened
 from kvdock.shm.checksum import checksum
 from kvdock.tiers.notes import begins
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, ReadOnly, Tier, TierError, ToLoad
+from kvdock.tiers.tier import PAGE_BYTES, Deadline, NoSpace, Outcome, Tier, TierError, ToLoad
 
 pytestmark = pytest.mark.tiers
 
@@ -205,7 +205,7 @@ def test_full_storage_refuses_and_serves_on(subject: TierSubject, parts: Parts) 
                 pytest.fail("200 stores were taken by storage that is full")
             assert refused <= {Outcome.DONE, Outcome.FULL, Outcome.FAILED}
             assert_never_wrong([kept], load(tier, [kept]))
-            with suppress(ReadOnly):  # any other error would take the tier off
+            with suppress(NoSpace):  # any other error would take the tier off
                 tier.change(parts.namespace, begins(1), patient())
         after = parts.make(MIB)
         ARENA.reset()

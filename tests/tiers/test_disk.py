@@ -22,7 +22,7 @@ from kvdock.tiers.disk.io import MOST_RUN, Io
 from kvdock.tiers.disk.log import key_of, record_bytes
 from kvdock.tiers.disk.tier import LEAST_LIMIT_BYTES, DiskTier, Sizes
 from kvdock.tiers.notes import begins
-from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, ReadOnly, TierError, ToLoad, ToStore
+from kvdock.tiers.tier import PAGE_BYTES, Deadline, NoSpace, Outcome, TierError, ToLoad, ToStore
 
 pytestmark = pytest.mark.tiers
 
@@ -50,14 +50,14 @@ def test_a_full_disk_has_what_it_had_also_when_it_is_opened_again(folder: Path, 
 
 
 def test_a_full_disk_that_takes_no_note_is_read(folder: Path, parts: Parts) -> None:
-    """ReadOnly is no failure of the tier, which would take it off."""
+    """That is no failure of the tier, which would take it off."""
     folder.mkdir()
     with little_mount(folder, 8 * MIB), opened(folder, LEAST_LIMIT_BYTES) as tier:
         known = tier.change(parts.namespace, begins(1), patient())
         batch = parts.many(4, 100 * KIB)
         store_all(tier, batch)
         fill(folder)
-        with pytest.raises(ReadOnly, match="No space left on device"):
+        with pytest.raises(NoSpace, match="No space left on device"):
             tier.change(bytes(32), begins(1), patient())
         assert tier.notes([parts.namespace, bytes(32)], patient()) == [known, None]
         assert_loads(tier, batch)

@@ -141,3 +141,24 @@ def test_a_store_that_only_takes_nothing_says_so_and_is_read(
             return the_tier(engine).state == "open"
 
         eventually(is_written, 90.0)
+
+
+def test_a_redis_without_space_for_a_note_is_full_and_is_read(tmp_path: Path) -> None:
+    """An engine of another model attaches."""
+    usual = {"pool_bytes": POOL, "segment_bytes": POOL, "tier_asks": 1, "heartbeat_s": 0.1}
+    with (
+        opened(RedisStore, tmp_path) as store,
+        SteppedServer(tmp_path / "armed", store.environment, **usual, **store.settings) as server,
+        closing(TierEngine(server.unix, manifest(PART))) as engine, store.client() as client,
+    ):
+        is_served(server, 1)
+        has_state(server.unix, "open")
+        kept = engine.chain(4)
+        engine.store(kept)
+        clear_once_written(server.unix)
+        client.config_set("maxmemory", 1)
+        with closing(TierEngine(server.unix, manifest(PART, model="other"), "other")):
+            eventually(lambda: the_tier(engine).state == "full", 30.0)
+            assert "OOM" in the_tier(engine).error
+            always_served(engine, kept)
+        assert server.log_text().count("is not used") == 0

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvdock.shm.files import replace_durably
 from kvdock.tiers.notes import HEAD_BYTES, Change, Note, NoteError
-from kvdock.tiers.tier import ReadOnly, TierError, require_own
+from kvdock.tiers.tier import NoSpace, ReadOnly, TierError, require_own
 
 TIER: Final = "disk"
 _PID_BYTES: Final = 16
@@ -72,7 +72,7 @@ class FolderLock:
 _log: Final = logging.getLogger(__name__)
 _NAMESPACE_BYTES: Final = 32
 _LENGTH: Final = struct.Struct("<I")
-_TAKES_NOTHING: Final = frozenset({errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 class DiskNotes:
@@ -109,7 +109,7 @@ class DiskNotes:
                     namespace + _LENGTH.pack(len(packed := note.packed())) + packed for namespace, note in notes.items()
                 ))
             except OSError as error:
-                kind = ReadOnly if error.errno in _TAKES_NOTHING else TierError
+                kind = ReadOnly if error.errno == errno.EROFS else NoSpace if error.errno in _FULL else TierError
                 raise kind(TIER, f"{self._path} cannot be written: {error}") from error
             self._notes = notes
             return after

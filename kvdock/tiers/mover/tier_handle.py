@@ -24,6 +24,7 @@ from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import (
     Deadline,
     Loaded,
+    NoSpace,
     NotEverywhere,
     Outcome,
     ReadOnly,
@@ -368,7 +369,7 @@ class TierHandle:
         try:
             return self._call("note", deadline, lambda: self.tier.change(namespace, change, deadline), lambda _: "")
         except ReadOnly as error:
-            self._refused("read_only", error.why)
+            self._refused("full" if isinstance(error, NoSpace) else "read_only", error.why)
             raise
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:

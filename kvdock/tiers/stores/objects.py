@@ -37,6 +37,7 @@ from kvdock.tiers.tier import (
     Holding,
     Limits,
     Loaded,
+    NoSpace,
     NotInstalled,
     Outcome,
     OwnUsage,
@@ -193,7 +194,7 @@ class ObjectTier:
             if isinstance(found, Note):
                 return found
             if found is Outcome.FULL:
-                raise ReadOnly(NAME, "it has no space for the note of a namespace")
+                raise NoSpace(NAME, "it has no space for the note of a namespace")
             if isinstance(found, Outcome):
                 break
         raise TierError(NAME, "the note of a namespace was not changed in time")

@@ -27,6 +27,7 @@ from kvdock.tiers.stores.resp import ErrorReply, OutOfTime, Reply, Wire, WireErr
 from kvdock.tiers.tier import (
     Deadline,
     Loaded,
+    NoSpace,
     NotInstalled,
     Outcome,
     OwnUsage,
@@ -573,7 +574,8 @@ def _note_of(value: Any) -> Note | None:
 def _checked(reply: Reply) -> Reply:
     """Returns the reply. Raises TierError if it is an error, ReadOnly if the server changes nothing."""
     if isinstance(reply, ErrorReply):
-        raise (ReadOnly if reply.code in _REFUSALS | {"OOM"} else TierError)(NAME, reply.text)
+        kind = NoSpace if reply.code == "OOM" else ReadOnly if reply.code in _REFUSALS else TierError
+        raise kind(NAME, reply.text)
     return reply
 
 

@@ -23,9 +23,9 @@ from kvdock.tiers.tier import (
     PAGE_BYTES,
     Deadline,
     Loaded,
+    NoSpace,
     NotInstalled,
     Outcome,
-    ReadOnly,
     Store,
     TierError,
     ToLoad,
@@ -255,7 +255,7 @@ class MooncakeTier:
             if code == codes.INVALID:
                 self._library.revoke_writes([key])
                 return False
-            kind = ReadOnly if _failed_write(code) is Outcome.FULL else TierError
+            kind = NoSpace if _failed_write(code) is Outcome.FULL else TierError
             raise kind(TIER, f"{key} cannot be written (code {code})")
         buffer.view[: len(packed)] = packed
         if self._library.write(key, buffer.address, len(packed), 0) != len(packed):

@@ -4,12 +4,13 @@ A pool with id P (16 hex digits) owns exactly these names in the shared-memory d
 
     kvdock-P.lock       the lock file: made first, removed last (locks.py)
     kvdock-P-table      the table region of the server
-    kvdock-P-history-R  the time series of hours and days; while it is written, there is one with .new behind it
+    kvdock-P-history-R  the time series of hours and days; while it is written, there is one with -R.new behind it
     kvdock-P-curve-R    the curve of hit shares by pool size; likewise
     kvdock-P-crash-R    while an adopted pool is not trusted yet: how its server crashed, empty until then
     kvdock-P-0000-R …   the segments, by number
 
-R: 16 hex digits that no other user can guess, so that none can take the name of a later object.
+R: 16 hex digits that no other user can guess, so that none can take the name of a later object. Each name has others:
+what one has seen tells nothing about the next.
 
 Invariants: an object that `create` returned has every byte allocated, so touching it cannot fail; a name for which
 memory ran out is removed again. Anybody may put objects of any name into the directory: an object that is not this
@@ -38,7 +39,7 @@ NOBODY: Final = -1
 Kept = Literal["history", "curve", "crash"]
 _NAME: Final = re.compile(
     r"kvdock-([0-9a-f]{16})"
-    r"(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|-(?:history|curve|crash)(?:-[0-9a-f]{16})?(?:\.new)?|\.lock)"
+    r"(?:-(\d{4,})(?:-[0-9a-f]{16})?|-table|-(?:history|curve|crash)(?:-[0-9a-f]{16}){0,2}(?:\.new)?|\.lock)"
 )
 """Earlier builds named segments without R: such names are known, so that leftovers are removed."""
 
@@ -54,7 +55,7 @@ def region_name(pool_id: int) -> str:
 
 def kept_path(pool_id: int, what: Kept, secret: bytes, shm_dir: Path = SHM_DIR) -> Path:
     """`secret`: the pool's, so that no other user can take the name."""
-    drawn = hashlib.blake2b(secret, digest_size=8, person=b"kvdock kept").hexdigest()
+    drawn = hashlib.blake2b(what.encode(), key=secret, digest_size=8, person=b"kvdock kept").hexdigest()
     return Path(shm_dir) / f"kvdock-{pool_id:016x}-{what}-{drawn}"
 
 

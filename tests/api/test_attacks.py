@@ -29,12 +29,14 @@ from kvdock._core import Mapping
 from kvdock.api.access.access_file import entry
 from kvdock.api.clock import boot_s
 from kvdock.api.errors import SettingsError
+from kvdock.api.pool.kept_object import KeptObject
 from kvdock.api.pool.lock import PoolLock, left_pools
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.schemas import Heartbeat, Lookup
+from kvdock.shm.objects import Kept
 
 pytestmark = pytest.mark.security
 
@@ -267,9 +269,22 @@ def test_the_names_of_later_objects_cannot_be_guessed() -> None:
             server.stop(signal.SIGTERM)
         names = [kept_of(server.pool_id, "curve").name.rpartition("-")[2] for server in (first, second)]
         assert len(set(names)) == 2 and all(len(name) == 16 for name in names)
+        kinds: list[Kept] = ["history", "curve", "crash"]
+        kept = {kept_of(first.pool_id, kind).name.rpartition("-")[2] for kind in kinds}
+        assert len(kept) == 3, "who sees one object does not know the names of the others"
         for server in (first, second):
             with ServerProcess(**{**server.settings, "on_exit": "remove"}):
                 pass
+
+
+def test_what_is_kept_is_written_under_a_name_that_nobody_has_taken_before(tmp_path: Path) -> None:
+    """Whoever sees the object's name knows what stands beside it, and an object of another user cannot be removed."""
+    kept = KeptObject(tmp_path / "kvdock-history", "the history")
+    kept.write(b"first")
+    (tmp_path / "kvdock-history.new").mkdir()
+    kept.write(b"second")
+    assert kept.failure == "" and bytes(kept.read()) == b"second"
+    assert {path.name for path in tmp_path.iterdir()} == {"kvdock-history", "kvdock-history.new"}
 
 
 def test_a_step_of_the_wall_clock_makes_no_pool_old(tmp_path: Path) -> None:

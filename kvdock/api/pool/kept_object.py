@@ -6,8 +6,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,9 +23,9 @@ Piece = bytes | memoryview
 
 
 class KeptObject:
-    def __init__(self, path: Path, what: str) -> None:
-        """`what`: its content, for the log."""
-        self._path, self._what = path, what
+    def __init__(self, path: Path, what: str, randbits: Callable[[int], int] = secrets.randbits) -> None:
+        """`what`: its content, for the log. `randbits(k)`: k random bits that nobody can guess, for names."""
+        self._path, self._what, self._randbits = path, what, randbits
         self.failure = ""
         """Why the last write failed; "": it did not."""
         self._writing = threading.Lock()
@@ -57,9 +58,8 @@ class KeptObject:
                 self._replace(content)
 
     def _replace(self, content: Sequence[Piece]) -> None:
-        fresh = shm.fresh_path(self._path)
+        fresh = shm.fresh_path(self._path.with_name(f"{self._path.name}-{self._randbits(64):016x}"))
         try:
-            fresh.unlink(missing_ok=True)
             fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "wb") as file:
                 file.writelines((seal_of(content), *content))

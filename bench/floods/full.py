@@ -41,7 +41,7 @@ class Size(NamedTuple):
     namespaces: int = 900
     named_chunks: int = 60_000
     leases: int = 2000
-    """Of the session of floods, each with as many readers as there can be, about whom every heartbeat asks."""
+    """The session of floods has them, each with as many readers as there can be, about whom every heartbeat asks."""
 
     def scaled(self, share: float) -> Size:
         return Size(*(max(1, round(share * of)) for of in self))

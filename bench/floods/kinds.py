@@ -121,7 +121,7 @@ def _new_store(at: Target, sign: Sign) -> Flood:
 
 
 def _attach_new(liveness: MemberLiveness) -> bytes:
-    """Of an engine of a model that no other has."""
+    """An attach of an engine whose model no other has."""
     member = {"id": "q", "ranks": [0], "scheduler": True, "lock_offset": liveness.offset}
     return packed("/v1/sessions", {
         "instance": secrets.token_hex(8), "manifest": {**MANIFEST, "model": secrets.token_hex(8)}, "member": member,
@@ -129,7 +129,7 @@ def _attach_new(liveness: MemberLiveness) -> bytes:
 
 
 def _session_in(answer: bytes) -> str:
-    """Of an attach; "": it is the answer of another call, or a refusal, which is JSON."""
+    """The session in the answer to an attach; "": it answers another call, or is a refusal, which is JSON."""
     if not answer or answer.startswith(b"{"):
         return ""
     return str(msgspec.msgpack.decode(answer).get("session", ""))

@@ -96,7 +96,7 @@ ROUNDS = 40
 
 
 def median_s(work: Callable[[], object]) -> float:
-    """Of processor time."""
+    """Seconds of processor time."""
     took_s = list[float]()
     for _ in range(ROUNDS):
         began_s = time.thread_time()
@@ -110,7 +110,7 @@ ATTACH_RATIO = 1.8
 
 
 def test_an_attach_takes_as_long_among_many_as_alone(rig: Rig) -> None:
-    """Of an engine with a model that no other has, and its leave."""
+    """The engine has a model that no other has, and leaves at once."""
     names = itertools.count()
 
     def attach_and_leave(made: Rig) -> None:

@@ -79,7 +79,7 @@ MUTANTS = (
     ),
     Mutant(
         "P70", "a session that comes back counts as a new one of its tenant", "kvdock/api/pool/quotas.py",
-        "        if not any(view.nonce == nonce for view in self._table.sessions()):\n", "        if nonce:\n",
+        "        if not self._table.session_of(nonce):\n", "        if nonce:\n",
         ("tests/api/test_quotas.py", "-k", "before_a_restart"),
         "test_a_session_of_before_a_restart_comes_back_also_when_its_tenant_may_have_no_more",
     ),

@@ -88,8 +88,8 @@ MUTANTS = (
         "test_a_table_full_of_namespaces_that_were_left_takes_another_one",
     ),
     Mutant(
-        "G25", "namespaces that were left count for a quota", "kvdock/api/pool/quotas.py",
-        "if view.tenant == number and view.left_ms is None", "if view.tenant == number",
+        "G25", "namespaces that were left count for a quota", "csrc/table/namespaces.cpp",
+        "number == tenant_of_[i] && !left_.has(i) && ", "number == tenant_of_[i] && ",
         API, "test_one_engine_of_a_tenant_with_one_namespace_changes_weights_as_often_as_it_likes",
     ),
     Mutant(

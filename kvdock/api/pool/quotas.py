@@ -174,7 +174,7 @@ class Quotas:
         return 0
 
     def _name(self, number: bytes) -> str | None:
-        """Of a tenant that has attached to this server or has a quota of its own."""
+        """The name of a tenant that has attached to this server or has a quota of its own; None: it is not known."""
         known = self._names.get(number)
         return known if known is not None else next((one for one in self._put if tenant_id(one) == number), None)
 

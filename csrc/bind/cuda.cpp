@@ -96,11 +96,13 @@ void bind_copier(py::module_& m) {
           "None: nothing comes first. Raises CudaError (device, memory; blocks that are not in the device's memory), "
           "CopyError (a slot outside CudaSlotMemory, a part longer than its layout's `part_blocks`, …).")
       .def(py::init([](int device, size_t piece_bytes, int buffers, int load_ctas, int store_ctas, int direct_ctas,
-                       size_t direct_load_bytes, size_t direct_store_bytes, int hash_threads) {
+                       size_t direct_load_bytes, size_t direct_store_bytes, int hash_threads,
+                       size_t least_band_bytes) {
         return std::make_unique<Copier>(device, cuda::Tuning{piece_bytes, buffers, load_ctas, store_ctas, direct_ctas,
-                                                             direct_load_bytes, direct_store_bytes, hash_threads});
+                                                             direct_load_bytes, direct_store_bytes, hash_threads,
+                                                             least_band_bytes});
       }), py::kw_only(), "device"_a, "piece_bytes"_a, "buffers"_a, "load_ctas"_a, "store_ctas"_a, "direct_ctas"_a,
-          "direct_load_bytes"_a, "direct_store_bytes"_a, "hash_threads"_a, Nogil())
+          "direct_load_bytes"_a, "direct_store_bytes"_a, "hash_threads"_a, "least_band_bytes"_a, Nogil())
       .def("add_layout", [](Copier& self, const PagedLayout& layout, size_t part_blocks,
                             std::optional<std::pair<size_t, size_t>> packed) {
         std::optional<cuda::Packed> pack;

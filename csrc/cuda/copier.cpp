@@ -15,9 +15,6 @@ namespace kvdock::cuda {
 
 namespace {
 
-// Bands are joined to this many bytes, which PCIe carries in 1.3 ms. With 8 MiB, a load of 2,048 tokens of Llama-8B had
-// 32 batches, whose calls of the driver delayed the engine's launches (bench/LOG.md, 2026-11-29).
-constexpr size_t kLeastBandBytes = size_t(64) << 20;
 constexpr size_t kCallsPieces = 1;  // pieces that a call submits itself: enough to start the GPU
 constexpr uint64_t kFastestBytesPerNs = 64;  // PCIe 5.0 x16 carries at most 63 GB/s
 constexpr std::chrono::nanoseconds kFirstLook{10'000}, kLastLook{200'000};
@@ -95,7 +92,7 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   const size_t all[] = {layout.layout.planes().size()};
   const std::span<const size_t> ends = bands.ends.empty() ? all : bands.ends;
   const size_t verified_after = bands.verified_after;
-  const auto joined = join_bands(layout.layout, parts, ends, verified_after == 0 ? kLeastBandBytes : 0);
+  const auto joined = join_bands(layout.layout, parts, ends, verified_after == 0 ? tuning_.least_band_bytes : 0);
   auto batches = layout.packing ? make_packed_batches(tuning_, layout, parts, direction, joined)
                                 : make_batches(tuning_, layout, parts, direction, joined);
   auto copy = std::make_shared<Copy>();

@@ -19,10 +19,12 @@ struct Tuning {
   int load_ctas, store_ctas, direct_ctas;  // CTAs (thread blocks) of a kernel
   size_t direct_load_bytes, direct_store_bytes;  // calls of up to this many bytes are direct copies
   int hash_threads;                              // CPU threads that verify loads before they have ended
+  size_t least_band_bytes;                       // smaller bands of a load are joined
 };
 
 // The bands of a load. `ends`: ascending plane indices at which each band ends; the last equals the number of planes;
-// empty: one band. The load is verified once its first `verified_after` bands have been copied and the CPU has hashed
+// empty: one band. Bands of a load that is not verified early are joined (join_bands): who waits for one of them waits
+// for all that are joined with it. The load is verified once its first `verified_after` bands have been copied and the CPU has hashed
 // the others in the slots; 0: when it has ended.
 struct Bands {
   std::span<const size_t> ends;

@@ -60,6 +60,9 @@ class CopyTuning:
     direct_store_bytes: int = 4 << 20
     hash_threads: int = 4
     """CPU threads that verify a load before it has ended. Not measured: the caller knows how many cores it may use."""
+    least_band_bytes: int = 64 << 20
+    """Smaller bands of a load are joined; PCIe carries so many bytes in 1.3 ms. With 8 MiB, a load of 2,048 tokens of
+    Llama 3 8B had 32 batches, whose calls of the driver delayed SGLang's launches (bench/LOG.md, 2026-11-29)."""
     background_store_ctas: int = 2
     """CTAs of a connector's stores in the background (for_stores): the fewest that saturate PCIe."""
 
@@ -205,9 +208,10 @@ class CudaCopier:
         """Slots → paged blocks.
 
         `bands` cuts the copy by planes of the layout, so that a reader of the first layers need not wait for the last
-        (handle.order): ascending plane indices at which each band ends; the last equals the number of planes. The copy
-        is verified once the first `verified_after` bands have been copied and the CPU has hashed the others in the
-        slots, which must be in host memory; 0: when it has ended. Otherwise like gather().
+        (handle.order): ascending plane indices at which each band ends; the last equals the number of planes. All small
+        bands but the first are joined (`tuning.least_band_bytes`) if the copy is not verified early. The copy is
+        verified once the first `verified_after` bands have been copied and the CPU has hashed the others in the slots,
+        which must be in host memory; 0: when it has ended. Otherwise like gather().
         """
         packed = packed_for_scatter(self._layout, parts)
         self._require_open()

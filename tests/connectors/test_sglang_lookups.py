@@ -559,9 +559,24 @@ def test_a_load_that_cannot_be_submitted_or_judged_fails_and_ends_no_engine(
             eventually(held(server))
 
 
-def test_a_load_is_reported_in_the_turn_after_its_verdict(engine: Engine, server: ServerProcess) -> None:
+class Turn(threading.Event):
+    """SGLang's next turn. `awaited`: somebody waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.awaited.set()
+        return super().wait(timeout)
+
+
+def test_a_load_is_reported_in_the_turn_after_its_verdict(
+    engine: Engine, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The thread that reports takes the interpreter lock, so it must not run while SGLang sends the first tokens."""
-    reported = threading.Event()
+    monkeypatch.setattr("kvdock.connectors.sglang.loads.LATEST_REPORT_S", PATIENCE_S)
+    turn, reported = Turn(), threading.Event()
     end_load = engine.worker.end_load
 
     def noted(loading: Any) -> None:
@@ -569,14 +584,22 @@ def test_a_load_is_reported_in_the_turn_after_its_verdict(engine: Engine, server
         end_load(loading)
 
     engine.worker.end_load = noted  # type: ignore[method-assign]  # of this worker alone
+    engine.loads._next_turn = turn
     begun_load(engine, "r", 8)
     assert engine.loads.finish(engine.loads.start(Ready()))
-    settles = engine.loads._threads.settles
-    settles.run(lambda: None).result()
-    assert not reported.is_set(), "the next turn has not begun"
+    assert turn.awaited.wait(PATIENCE_S) and not reported.is_set()
     engine.loads.step()
     eventually(held(server))
     assert reported.is_set()
+
+
+def test_an_engine_that_is_paused_reports_its_loads_all_the_same(
+    engine: Engine, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvdock.connectors.sglang.loads.LATEST_REPORT_S", 0.01)
+    begun_load(engine, "r", 8)
+    assert engine.loads.finish(engine.loads.start(Ready()))
+    eventually(held(server))
 
 
 def test_an_engine_that_ends_before_the_verdict_gives_its_lease_back(engine: Engine, server: ServerProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -30,7 +31,6 @@ class Kept:
         return self
 
 
-
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Notes]]:
     monkeypatch.setattr(stages, "CATCH_UP_S", 30.0)  # threads may have no turn for long on a busy machine
@@ -54,6 +54,53 @@ def test_a_session_counts_once_all_ranks_are_attached_to_it(ranks: list[Notes]) 
         eventually(lambda: not first.all_attached("a"))
         ranks[2].attached("a")
         assert first.all_attached("a")
+
+
+class Watched:
+    """A store, whose clones count together the waits that have ended without a message."""
+
+    def __init__(self, store: Any, ended: list[str]) -> None:
+        self._store, self._ended = store, ended
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def clone(self) -> Watched:
+        return Watched(self._store.clone(), self._ended)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        try:
+            self._store.wait(keys, timeout)
+        except torch.distributed.DistStoreError:
+            self._ended += keys
+            raise
+
+
+def test_an_engine_that_is_idle_for_long_hears_what_comes_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "LISTEN_S", 0.01)
+    ended = list[str]()
+    store = Watched(torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), ended)
+    first, other = Notes(store, 0, 2), Notes(store, 1, 2)
+    first.attached("a")
+    eventually(lambda: len(ended) > 2)
+    other.attached("a")
+    assert first.all_attached("a")
+    other.stored(1, True)
+    eventually(partial(is_known, first, 1))
+    first.close()
+
+
+def test_no_offer_waits_for_notes_that_cannot_be_read_any_more(
+    ranks: list[Notes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(keys: list[str], timeout: timedelta) -> None:
+        raise torch.distributed.DistNetworkError("the store is gone")
+
+    first = ranks[0]
+    monkeypatch.setattr(first._reads, "wait", gone, raising=False)
+    first.attached("a")
+    eventually(lambda: first.all_stored(1) is False)
+    assert not first.all_attached("a")
 
 
 def test_no_lookup_asks_the_store_once_all_are_attached(ranks: list[Notes], monkeypatch: pytest.MonkeyPatch) -> None:

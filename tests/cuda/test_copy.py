@@ -260,7 +260,8 @@ class RandomCase:
         direct = int(random.choice([0, 1 << 40]))
         load, store, at_once = (int(random.integers(1, 33)) for _ in range(3))
         self.tuning = CopyTuning(
-            1 << 20, int(random.integers(2, 4)), load, store, at_once, direct, direct, int(random.integers(1, 4))
+            1 << 20, int(random.integers(2, 4)), load, store, at_once, direct, direct, int(random.integers(1, 4)),
+            int(random.choice([0, 4096, 64 << 20])),
         )
 
     def layout(self, base: int) -> PagedLayout:

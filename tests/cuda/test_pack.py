@@ -230,7 +230,9 @@ def test_bands_are_there_one_after_the_other(way: str, room_mib: int) -> None:
         tensor.normal_(std=2.0 ** (2 * layer - 4))
     ids = source.permutation(blocks).reshape(-1, each)
     kept = [tensor.clone() for tensor in tensors]
-    tuning = DIRECT if way == "direct" else CopyTuning(piece_bytes=room_mib * MIB, buffers=3, direct_load_bytes=0)
+    tuning = DIRECT if way == "direct" else CopyTuning(
+        piece_bytes=room_mib * MIB, buffers=3, direct_load_bytes=0, least_band_bytes=0
+    )
     of = shape_of(layout, each, 1024)
     with slots_in("host", len(ids), of.packed_bytes) as slots, packing(layout, each, 1024, tuning=tuning) as copier:
         stored = copier.gather([PartCopy(slots.address(i), one) for i, one in enumerate(ids)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -22,8 +23,8 @@ needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT o
 needs_two_gpus = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason=WHY_NOT or f"{GPUS} GPU, 2 wanted")]
 
 MIB: Final = 1 << 20
-STAGED: Final = CopyTuning(piece_bytes=MIB, direct_load_bytes=0, direct_store_bytes=0)
-DIRECT: Final = CopyTuning(piece_bytes=MIB, direct_load_bytes=1 << 40, direct_store_bytes=1 << 40)
+STAGED: Final = CopyTuning(piece_bytes=MIB, direct_load_bytes=0, direct_store_bytes=0, least_band_bytes=0)
+DIRECT: Final = replace(STAGED, direct_load_bytes=1 << 40, direct_store_bytes=1 << 40)
 WAYS: Final = {"staged": STAGED, "direct": DIRECT}
 
 

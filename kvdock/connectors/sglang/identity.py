@@ -195,7 +195,8 @@ _HARMLESS = """
     disable_decode_cuda_graph disable_cuda_graph disable_cuda_graph_padding enable_profile_cuda_graph
     enable_cudagraph_gc debug_cuda_graph enable_unified_cache_external_linker unified_cache_external_linker_backend
     unified_cache_external_linker_config lora_paths max_loaded_loras max_loras_per_batch lora_eviction_policy
-    disaggregation_bootstrap_port disaggregation_ib_device
+    disaggregation_bootstrap_port disaggregation_ib_device disaggregation_transfer_backend
+    disaggregation_enable_kv_checksum optimistic_prefill_attempts
     enable_lora_overlap_loading speculative_algorithm download_dir model_checksum delete_ckpt_after_loading
     weight_loader_disable_mmap weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads
     weight_loader_drop_cache_after_load enable_dynamic_batch_tokenizer dynamic_batch_tokenizer_batch_size

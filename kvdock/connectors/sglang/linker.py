@@ -98,7 +98,7 @@ class KvdockLinker(UnifiedCacheLinker):
         warn_of_version(sglang.__version__)
         settings, model = Settings.load(extra_config or {}, os.environ), model_config_of(server_args)
         refuse_what_is_not_supported(server_args, params, model, [component.name for component in components])
-        get_hash_str([0] * params.page_size, None, params.page_size)  # here it compiles what the first lookup needs
+        _compile_hash(params.page_size)
         kvcache = params.token_to_kv_pool_allocator.get_kvcache()
         groups = groups_of(
             kvcache, params.page_size, params.swa_retain_window, drafts_of(params), params.req_to_token_pool
@@ -402,6 +402,14 @@ def _ranks_of(params: Any) -> Ranks:
     return Ranks(
         params.attn_tp_cache_group or params.tp_cache_group, params.pp_cache_group if params.pp_size > 1 else None
     )
+
+
+def _compile_hash(page_tokens: int) -> None:
+    """Hashes a page, so that SGLang compiles here what the first lookup would wait for. Raises NotSupportedError."""
+    try:
+        get_hash_str([0] * page_tokens, None, page_tokens)
+    except RuntimeError as why:
+        raise NotSupportedError(f"SGLang cannot hash pages here, and a compiler for C++ is wanted: {why}") from why
 
 
 def _pack(settings: Settings, device: str) -> str:

@@ -1,7 +1,8 @@
 """A rank's loads: queued while SGLang builds a batch, started with it, awaited layer by layer, and ended with it.
 
     load ──► queue ──► start ──► submit ──► copies ──────────────────► │
-                         └► batch ◄── wait_until(layer) …… forward …… finish ──► "kvdock-settle": reports to the server
+                         └► batch ◄── wait_until(layer) …… forward …… finish
+                                          next turn of SGLang's loop ──► "kvdock-settle": reports to the server
 
 SGLang's scheduler thread does all of it but the reports. Another thread of Python would need the interpreter lock while
 SGLang launches the forward pass: it could wait 5 ms for it (Python's switch interval), and then SGLang's thread would
@@ -21,6 +22,7 @@ ended (W1 in docs/understand/lifetime_protocol.md).
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -102,6 +104,7 @@ class Ready(NamedTuple):
 
 
 SOON_S = 200e-6
+LATEST_REPORT_S = 1.0
 START = -1
 """Used in place of a layer for the time before the forward pass starts."""
 
@@ -166,8 +169,8 @@ class Loads:
         self._queued: dict[str, QueuedLoad | None] = {}
         """None: this rank takes no part in the load."""
         self._batches: dict[int, _Batch] = {}
-        self._unsettled: list[tuple[_Batch, list[Loading]]] = []
-        """Batches that have ended, of whose loads the server has had no report."""
+        self._next_turn = threading.Event()
+        """Set when SGLang begins its next turn."""
         self._started = -1
         self._watched = -1
 
@@ -230,7 +233,7 @@ class Loads:
         landed = (
             self._ranks.all_agree(self._have_landed(batch, loadings)) if notes is None else notes.all_landed(index)
         )
-        self._unsettled.append((batch, loadings))
+        self._threads.settles.run(self._settle_later, self._next_turn, batch, loadings)
         took_s = batch.took_s(loadings, self._clock())
         for load, loading in zip(batch.loads, loadings, strict=False):  # none is copied if it is outdated
             load.copy_s = loading.took_s()
@@ -242,12 +245,9 @@ class Loads:
         return landed
 
     def step(self) -> None:
-        """SGLang begins a turn of its loop: it has sent the tokens of the batches that had ended before. Only now are
-        their loads reported, because the thread that does it would delay these tokens by taking the interpreter lock.
-        """
-        for batch, loadings in self._unsettled:
-            self._threads.settles.run(self._settle, batch, loadings)
-        self._unsettled.clear()
+        """SGLang begins a turn of its loop: it has sent the tokens of the batches that had ended before."""
+        self._next_turn.set()
+        self._next_turn = threading.Event()
 
     def reset(self) -> None:
         """Waits for loads that have started and gives up the others."""
@@ -328,6 +328,12 @@ class Loads:
         return replace(plan, pieces=Pieces(plan.arrays.placed(pages, count)))
 
     # ------------------------------------------------------------------ background
+
+    def _settle_later(self, next_turn: threading.Event, batch: _Batch, loadings: Sequence[Loading]) -> None:
+        """Reports in the next turn of SGLang's loop: this thread would delay the tokens of the batch, by taking the
+        interpreter lock. Not much later, because a paused engine has no next turn for long."""
+        next_turn.wait(LATEST_REPORT_S)
+        self._settle(batch, loadings)
 
     def _settle(self, batch: _Batch, loadings: Sequence[Loading]) -> None:
         """Reports the end of the loads to the server. A thread of its own does it, because a server that does not

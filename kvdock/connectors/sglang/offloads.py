@@ -94,8 +94,8 @@ class Offloads:
         self._unshared: deque[_Offer] = deque()
         """Offers whose plans were not passed to all writers yet. Always empty if the engine has one writer."""
         self._agreed: deque[int] = deque()
-        """In a pipeline, the outcomes of the oldest offers on the first stage, which hold on all stages: SGLang must
-        do the same with its tree on each."""
+        """In a pipeline, the outcomes of the oldest offers on all ranks, as the first stage has told them: SGLang must
+        do the same with its tree on each stage."""
         self._count = 0
 
     def offer(

@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from kvdock.connectors.sglang.hooks import install
-from kvdock.connectors.sglang.setup import PAGES, UNSERVED, WANTED_PAGES, is_set
+from kvdock.connectors.sglang.setup import PAGES, UNSERVED, WANTED_PAGES, is_set, setting_named
 
 log = logging.getLogger("kvdock.sglang")
 
@@ -75,7 +75,7 @@ def why_not(settings: Any, asked_page_tokens: int | None) -> str:
     for --page-size; None: nothing."""
     for name, why in (ALONE | UNSERVED).items():
         if is_set(settings, name):
-            return f"kvdock does not serve --{name.replace('_', '-')} under SGLang, because {why}"
+            return f"kvdock does not serve {setting_named(settings, name)} under SGLang, because {why}"
     if settings.page_size in PAGES:
         return ""
     wanted = f"--page-size is {settings.page_size}, and {WANTED_PAGES} is wanted"

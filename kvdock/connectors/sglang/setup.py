@@ -89,7 +89,7 @@ def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components:
         )
     for name, why in UNSERVED.items():
         if is_set(args, name):
-            raise NotSupportedError(f"kvdock does not serve --{name.replace('_', '-')} under SGLang: {why}.")
+            raise NotSupportedError(f"kvdock does not serve {setting_named(args, name)} under SGLang: {why}.")
 
 
 def _refuse_stages(args: Any, params: Any, model: Any, components: Collection[str]) -> None:
@@ -131,6 +131,12 @@ def is_set(args: Any, name: str) -> bool:
     return getattr(args, name, None) not in (None, False, "", "null", SERVED.get(name))
 
 
+def setting_named(args: Any, name: str) -> str:
+    """One of SGLang's settings as people give it, with its value if it is a word."""
+    value = getattr(args, name, None)
+    return f"--{name.replace('_', '-')}" + (f" {value}" if isinstance(value, str) else "")
+
+
 def drafts_of(params: Any) -> tuple[Any, ...]:
     """The KV pools of draft models, which have the same pages as the target's pool."""
     return (*params.mtp_draft_device_pools, *params.sidecar_draft_device_pools)
@@ -142,6 +148,7 @@ UNSERVED = {
     "enable_hisparse": "part of its KV is elsewhere",
     "dllm_algorithm": "a diffusion model's KV depends on later tokens",
     "disaggregation_mode": "an engine that decodes gets its KV from one that computes prompts, and that one is served",
+    "enable_pd_role_switch": "an engine that decodes gets its KV from one that computes prompts",
     "enable_return_routed_experts": "SGLang keeps the experts of each slot beside its KV, and a load has KV alone",
     "enable_return_indexer_topk": "SGLang keeps an indexer's choice beside each slot's KV, and a load has KV alone",
 }

@@ -7,7 +7,7 @@ The first stage is ahead of the others: it plans the next batch while the last s
 decides, and a later stage receives its decisions and follows them. The first stage does not wait for the later ones,
 because they need what it sends after that. What it needs to know of them is in notes: each rank notes the session to
 which it is attached, and the outcomes of its loads and stores. Rank 0 reads the notes of sessions and stores when they
-are made, in a thread of its own, so no lookup asks the store.
+are made, in a thread of its own, so lookups do not ask the store once all ranks are attached.
 
 Invariant: whether a stage passes a decision on follows from SGLang's calls and earlier decisions alone, so every stage
 receives as many as the one before it has sent.
@@ -43,6 +43,8 @@ PATIENCE_S = 60.0
 CLOSE_S = 5.0
 CATCH_UP_S = 1.0
 """How long rank 0 waits for its thread to take out messages that are in the store."""
+LISTEN_S = 3600.0
+"""How long one wait for a message lasts: a wait needs an end, and an engine may be idle for weeks."""
 
 
 class Decisions:
@@ -100,7 +102,7 @@ class Told:
     """What rank 0 knows of the `ranks` of the engine, itself among them. Thread-safe."""
 
     def __init__(self, ranks: int) -> None:
-        self._lock, self._messages = threading.Condition(), 0
+        self._lock, self._messages, self._is_lost = threading.Condition(), 0, False
         self._sessions: list[str | None] = [None] * ranks
         self._stored: dict[int, list[bool]] = {}
         """By the number of an offer, the outcomes on the other ranks that have ended it."""
@@ -119,11 +121,17 @@ class Told:
     def wait_for(self, messages: int, timeout_s: float) -> None:
         """Waits until that many messages have come."""
         with self._lock:
-            self._lock.wait_for(lambda: self._messages >= messages, timeout_s)
+            self._lock.wait_for(lambda: self._messages >= messages or self._is_lost, timeout_s)
+
+    def lose(self) -> None:
+        """No message comes any more: no rank counts as attached, and no offer as stored."""
+        with self._lock:
+            self._is_lost = True
+            self._lock.notify_all()
 
     def all_attached(self, session: str) -> bool:
         with self._lock:
-            return set(self._sessions) == {session}
+            return not self._is_lost and set(self._sessions) == {session}
 
     def forget_before(self, number: int) -> None:
         """The offers before that number have been answered to SGLang, or SGLang has dropped them."""
@@ -135,7 +143,9 @@ class Told:
         """See Notes."""
         with self._lock:
             outcomes = self._stored.get(number, [])
-            return all(outcomes) if len(outcomes) + 1 == len(self._sessions) else None
+            if len(outcomes) + 1 == len(self._sessions):
+                return all(outcomes)
+            return False if self._is_lost else None
 
 
 class Notes:
@@ -207,12 +217,13 @@ class Notes:
         for number in itertools.count(1):
             key = f"message {number}"
             try:
-                store.wait([key], timedelta(days=1))
+                while not _waited(store, [key], LISTEN_S):
+                    """Nobody has had anything to tell."""
                 message = pickle.loads(store.get(key))
                 store.delete_key(key)
-            except distributed.DistError as error:  # the engine ends
-                log.info("no notes of other ranks are read any more: %s", error)
-                self._told.hear(0, "")
+            except distributed.DistError as error:
+                log.warning("nothing is loaded or stored any more: notes of other ranks cannot be read: %s", error)
+                self._told.lose()
                 return
             if message is None:
                 return
@@ -228,16 +239,18 @@ class Notes:
     def all_landed(self, number: int) -> bool:
         """Waits until the loads of the batch have ended on all ranks. Returns whether all are complete."""
         keys = [f"landed {number} {rank}" for rank in self._ranks]
-        while not self._waited(keys):
+        while not _waited(self._reads, keys, PATIENCE_S):
             missing = [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._reads.check([key])]
             log.warning("loads of batch %s have not ended on ranks %s within %g s", number, missing, PATIENCE_S)
         return set(self._reads.multi_get(keys)) == {b"1"}
 
-    def _waited(self, keys: Sequence[str]) -> bool:
-        import torch.distributed as distributed
 
-        try:
-            self._reads.wait(keys, timedelta(seconds=PATIENCE_S))
-        except distributed.DistStoreError:  # the time is over; a store that is gone raises DistNetworkError
-            return False
-        return True
+def _waited(store: Any, keys: Sequence[str], seconds: float) -> bool:
+    """Waits until the keys are in the store. False: the time is over."""
+    import torch.distributed as distributed
+
+    try:
+        store.wait(keys, timedelta(seconds=seconds))
+    except distributed.DistStoreError:  # a store that is gone raises DistNetworkError
+        return False
+    return True

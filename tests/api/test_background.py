@@ -34,7 +34,7 @@ ALLOWED = {
     ("keeper.py", "create_task"),  # the pulse, which only reads a clock
     # calls wait for these, and get their errors
     ("reports/metrics.py", "create_task"), ("reports/contents.py", "create_task"),
-    ("http/routes_people.py", "create_task"),
+    ("http/routes_people.py", "create_task"), ("http/wire.py", "create_task"),
     ("tiers/process.py", "create_task"),  # its failure ends the mover, and another one is started
     ("feeds/traces.py", "Thread"),  # at the end of the server
     ("pool/segments.py", "Thread"),  # writes zeros, whose failure is a segment that is not prefaulted

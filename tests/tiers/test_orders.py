@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import pytest
-from api_helpers import eventually
+from api_helpers import PATIENCE_S, eventually
 from tier_notes import KeptNotes
 
 from kvdock.protocol.mover_schemas import Generation, Order, OrderDone
@@ -116,4 +116,4 @@ def test_a_tier_is_used_once_a_deletion_holds_there_though_not_everywhere(rig: R
     eventually(lambda: len(rig.tier.tried_s) >= 8)
     assert rig.done == [] and rig.handle.counters["failures"] == 0, "a node that is away is no failure of the others"
     rig.tier.error = None
-    eventually(lambda: [one.number for one in rig.done] == [1, 2], LONGEST_RETRY_S + 5.0)
+    eventually(lambda: [one.number for one in rig.done] == [1, 2], LONGEST_RETRY_S + PATIENCE_S)

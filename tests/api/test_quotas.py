@@ -153,7 +153,7 @@ def test_a_lowered_quota_evicts_while_the_server_runs_but_not_what_is_leased(
         "namespace": engine.attached.namespace, "keys": keys(5, "fill 1"), "duration_s": 600,
     })
     shown = limit(server, bytes=10 * CHUNK_BYTES)
-    assert shown["quota"] == dict.fromkeys(("chunks", "namespaces", "sessions", "grants")) | {
+    assert shown["quota"] == dict.fromkeys(("chunks", "namespaces", "sessions", "members", "grants")) | {
         "bytes": 10 * CHUNK_BYTES
     }
     eventually(lambda: used(server)["bytes"] == 10 * CHUNK_BYTES)
@@ -217,6 +217,14 @@ class Shared:
         )
         return self.sessions.attach(body, tenant, None)
 
+    def join(self, session: SessionRecord, member: str) -> None:
+        """One more process attaches to the session."""
+        self.locks.append(MemberLiveness(self.pool.lock_path, source=random.Random(len(self.locks))))
+        self.sessions.attach(s.AttachSession(
+            instance=session.instance, manifest=session.namespace.manifest,
+            member=s.Member(id=member, ranks=[], scheduler=False, lock_offset=self.locks[-1].offset),
+        ), session.tenant, None)
+
     def store(self, session: SessionRecord, name: str) -> str:
         """One chunk; what limited the call."""
         member = next(iter(session.members.values()))
@@ -266,9 +274,31 @@ def test_a_tenant_that_fills_its_quota_leaves_the_others_alone() -> None:
 
 
 @pytest.mark.security
+def test_members_of_all_its_sessions_count_for_a_tenant_until_they_leave() -> None:
+    with shared(tenant_members=3) as pool:
+        a, second = pool.attach("team-a"), pool.attach("team-a")
+        pool.join(a, "third")
+        for _ in range(2):
+            with pytest.raises(ApiError, match="as many members") as refused:
+                pool.join(a, "fourth")
+            assert (refused.value.code, refused.value.found, refused.value.wanted) == ("quota_exceeded", 3, "< 3")
+        with pytest.raises(ApiError, match="as many members"):
+            pool.attach("team-a")
+        assert pool.registry.sessions() == [a, second], "a refused attach opens no session"
+        pool.attach("team-b")
+        third = a.members["third"]
+        pool.registry.drop_member(a, third)
+        pool.table.leave(third.table_id)
+        pool.join(a, "fourth")
+        views = asyncio.run(pool.quotas.views())
+        assert (views["team-a"].used.members, views["team-a"].quota.members) == (3, 3)
+        pool.table.check_integrity()
+
+
+@pytest.mark.security
 def test_no_tenant_can_keep_all_grants_sessions_or_namespaces_from_others() -> None:
     """By default: what it has may last for ever, as long as its engines live."""
-    assert default_quota(Settings.load({})) == Quota(namespaces=512, sessions=8192, grants=4096)
+    assert default_quota(Settings.load({})) == Quota(namespaces=512, sessions=8192, members=32768, grants=4096)
     assert default_quota(Settings.load({"tenant_grants": 7000, "table_grants": 8192})).grants == 7000
     with shared(table_grants=16) as pool:
         a, own = pool.attach("team-a"), pool.attach("")

@@ -132,6 +132,9 @@ uint64_t Members::add_member(uint64_t id, const NewMember& wanted, uint64_t now)
     if (r >= kMaxRanks) throw TableError("bad_argument", "rank out of range", r, kMaxRanks - 1);
     if (s.rank_member[r] != kNone) throw TableError("rank_taken", "another member has the rank", r);
   }
+  if (members_of(session) >= kMaxSessionMembers)
+    throw TableError("quota_exceeded", "the session has as many members as it may have", members_of(session),
+                     "< " + std::to_string(kMaxSessionMembers));
   if (free_members_.empty()) throw TableError("table_full", "no member left", kMaxMembers);
   uint32_t cell = free_members_.back();
   free_members_.pop_back();

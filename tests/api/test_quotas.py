@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import time
@@ -29,13 +30,19 @@ from api_helpers import (
 )
 from server_fixtures import fresh_server
 
+from kvdock._core import MAX_MEMBERS, MAX_SESSION_MEMBERS
 from kvdock.api.access.access_file import entry
+from kvdock.api.access.peer import Peer, of_user
 from kvdock.api.clock import ServerClock
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.pool.quotas import Quotas, default_quota, tenant_id
-from kvdock.api.pool.registry import Names, Registry, SessionRecord, digest16
+from kvdock.api.pool.registry import Names, NamespaceRecord, Registry, SessionRecord, digest16
 from kvdock.api.pool.sessions import Drain, Sessions
+from kvdock.api.record.counters import Counters
+from kvdock.api.record.timings import Pulse
+from kvdock.api.reports.status import MEMBERS_HELD, Probes
 from kvdock.api.settings import Settings
+from kvdock.api.tiers.mover_client import Prefetches
 from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol import schemas as s
@@ -129,6 +136,18 @@ def test_a_session_of_before_a_restart_comes_back_also_when_its_tenant_may_have_
             assert client.attach(engine.body).session == engine.session
             with pytest.raises(ApiError, match="quota_exceeded"):
                 attach(client)
+            engine.close()
+
+
+def test_a_member_of_before_a_restart_comes_back_also_when_its_tenant_may_have_no_more() -> None:
+    with ServerProcess(on_exit="keep") as server, Client(server.unix) as client:
+        engine = attach(client)
+        server.stop(signal.SIGKILL)
+        with next_at(server) as second:
+            assert limit(second, members=1)["used"]["members"] == 1
+            assert client.attach(engine.body).session == engine.session
+            with pytest.raises(ApiError, match="as many members"):
+                attach(client, instance=engine.body.instance, ranks=[1], scheduler=False)
             engine.close()
 
 
@@ -273,7 +292,38 @@ def test_a_tenant_that_fills_its_quota_leaves_the_others_alone() -> None:
         pool.table.check_integrity()
 
 
-@pytest.mark.security
+def test_a_server_without_room_for_members_says_so_and_which_session_has_most() -> None:
+    with shared() as pool:
+        one, most = pool.attach("team-a"), pool.attach("team-b")
+        pool.join(most, "second")
+        probes = Probes(Settings.load(small_pool()), pool.pool, pool.registry, pool.sessions.drain,
+                        Pulse(time.perf_counter_ns))  # fmt: skip
+        assert MEMBERS_HELD not in probes.ready().reasons
+        for number in range(MAX_MEMBERS - 3):
+            if number % MAX_SESSION_MEMBERS == 0:
+                session = pool.table.open_session(digest16(unique("session")), one.namespace.table_id, 0)
+            pool.table.add_member(session, digest16(unique("member")), [], False, 0)
+        health = probes.ready()
+        assert MEMBERS_HELD in health.reasons
+        peer = of_user(os.geteuid())
+        assert probes.blamed(health, peer) == [f"most are of session {most.id} {most.instance}: 2 members"]
+        others = Peer("a reader", frozenset({"read"}), "team-c", is_unix=False)
+        assert probes.blamed(health, others) == []
+
+
+def test_a_tenant_has_half_of_all_prefetches_so_that_others_may_have_some() -> None:
+    with shared() as pool:
+        own, a, b = (pool.attach(tenant).namespace for tenant in ("", "team-a", "team-b"))
+        prefetches = Prefetches(pool.pool, Counters(), lambda space, all_keys, index: "", time.monotonic)
+
+        def asked(space: NamespaceRecord) -> str:
+            return prefetches.start(space, bytes.fromhex(keys(1)[0]), 3600.0, 10.0).why
+
+        assert [asked(a) for _ in range(129)] == ["later"] * 128 + ["limited"]
+        assert [asked(own) for _ in range(120)] == ["later"] * 120
+        assert [asked(b) for _ in range(9)] == ["later"] * 8 + ["limited"]
+
+
 def test_members_of_all_its_sessions_count_for_a_tenant_until_they_leave() -> None:
     with shared(tenant_members=3) as pool:
         a, second = pool.attach("team-a"), pool.attach("team-a")

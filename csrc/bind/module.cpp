@@ -18,6 +18,8 @@ PYBIND11_MODULE(_core, m) {
   m.attr("MAX_RANKS") = kvdock::kMaxRanks;
   m.attr("MAX_SEGMENTS") = kvdock::kMaxSegments;
   m.attr("MAX_SESSIONS") = kvdock::kMaxSessions;
+  m.attr("MAX_MEMBERS") = kvdock::kMaxMembers;
+  m.attr("MAX_SESSION_MEMBERS") = kvdock::kMaxSessionMembers;
   m.attr("MAX_NAMESPACES") = kvdock::kMaxNamespaces;
   m.attr("SEGMENT_IDS") = kvdock::kSegmentIds;
   m.attr("CHECKSUM_PRIME") = kvdock::kChecksumPrime;

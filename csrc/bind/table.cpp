@@ -186,6 +186,7 @@ void bind_views(py::module_& m) {
       .def_property_readonly("chunks", [](Seen t) { return t.usage.chunks; })
       .def_property_readonly("namespaces", [](Seen t) { return t.usage.namespaces; })
       .def_property_readonly("sessions", [](Seen t) { return t.usage.sessions; })
+      .def_property_readonly("members", [](Seen t) { return t.usage.members; })
       .def_property_readonly("grants", [](Seen t) { return t.usage.grants; })
       .def_property_readonly("quota_bytes", [limit](Seen t) { return limit(t.quota.bytes); }, "None: no limit.")
       .def_property_readonly("quota_chunks", [limit](Seen t) { return limit(t.quota.chunks); });

@@ -79,6 +79,8 @@ void Table::adopt(const std::vector<SegmentFacts>& segments, Adoption* found) {
   grants.settle();
   for (uint32_t cell : members_.sessions_without_members())
     if (grants_.held_by(cell).empty()) members_.close_session(cell);
+  for (uint32_t cell : members_.gone())
+    if (!grants_.names(cell)) members_.forget(cell);
   KVDOCK_PAUSE("adopt.settled");
   check_integrity();
 }

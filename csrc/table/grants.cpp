@@ -23,7 +23,8 @@ Grants::Grants(const Region& region, Members& members, Chunks& chunks)
       grants_(region.grants),
       blocks_(region.blocks),
       members_(members),
-      chunks_(chunks) {}
+      chunks_(chunks),
+      asked_(kMaxMembers) {}
 
 void Grants::begin_empty() {
   for (uint32_t cell = header_.max_grants; cell-- > 0;) {
@@ -128,6 +129,7 @@ void Grants::open(Grant& g) {
   publish(g.word, grant_word(cell, g.use() + 1, GrantState::kOpen));
   KVDOCK_PAUSE("grant.open");
   held_[g.session].insert(cell);
+  ++asked_[g.asker];
   ++(g.kind == GrantKind::kLease ? count_.leases : count_.reservations);
   ++usage_of(g).grants;
   requests_[key_of(g)] = cell;
@@ -208,6 +210,7 @@ void Grants::close(Grant& g) {
   for_each_entry(g, [&](const GrantEntry& entry) { chunks_.drop_pin(entry.record, g.session); });
   if (g.kind == GrantKind::kLease) free_entries(g);  // a reservation's stay, to compare repeated commits with
   tombstones_.push_back(cell);
+  if (--asked_[g.asker] == 0 && members_.member(g.asker).state() == MemberState::kGone) members_.forget(g.asker);
 }
 
 void Grants::close_reservation(Grant& g) {

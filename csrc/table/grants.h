@@ -42,6 +42,8 @@ class Grants {
   Grant* of_request(uint32_t session, GrantKind kind, const Id16& request) const;
   std::vector<Grant*> held_by(uint32_t session) const;  // the session's grants that have a holder
   std::vector<uint32_t> holders() const;               // the cells of the sessions with such grants
+  // Whether the member asked for a grant that has a holder.
+  bool names(uint32_t member) const { return asked_[member] > 0; }
   std::vector<uint32_t> remaining(const Grant& g) const;
   void require_ranks(const Grant& g, std::span<const uint32_t> ranks) const;  // Throws TableError not_a_holder
 
@@ -127,6 +129,7 @@ class Grants {
   std::map<uint32_t, std::set<uint32_t>> held_;  // by session cell: cells of grants with a holder
   std::unordered_map<RequestKey, uint32_t, RequestHash> requests_;
   std::unordered_map<uint32_t, ReserveResult> answers_;   // by cell of an open reservation
+  std::vector<uint32_t> asked_;  // by member cell: how many grants with a holder it asked for
   Count count_;  // of grants with a holder
   uint64_t aborted_chunks_ = 0;
 };

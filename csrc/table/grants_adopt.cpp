@@ -211,6 +211,7 @@ void Grants::Adopter::rebuild() {
     const Grant& grant = g.grants_[cell];
     name(cell);
     g.held_[grant.session].insert(cell);
+    ++g.asked_[grant.asker];
     ++(grant.kind == GrantKind::kLease ? g.count_.leases : g.count_.reservations);
     ++g.usage_of(grant).grants;
     g.for_each_entry(grant, [&](const GrantEntry& entry) { g.chunks_.add_pin(entry.record, grant.session); });

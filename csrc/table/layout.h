@@ -29,6 +29,8 @@ constexpr uint32_t kTableVersion = 6;
 constexpr uint32_t kMaxNamespaces = 1024;
 constexpr uint32_t kMaxSessions = 16384;
 constexpr uint32_t kMaxMembers = 65536;
+// An engine has a process for each rank, and some without ranks. Some calls look at all members of a session.
+constexpr uint32_t kMaxSessionMembers = 2 * kMaxRanks;
 constexpr uint32_t kMaxSlabs = 1u << 18;
 constexpr uint32_t kPageBytes = 64 * 1024;  // records of one size share a page
 constexpr uint32_t kPageRecords = 512;      // record id = page * kPageRecords + index

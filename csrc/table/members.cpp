@@ -132,6 +132,9 @@ uint64_t Members::add_member(uint64_t id, const NewMember& wanted, uint64_t now)
     if (r >= kMaxRanks) throw TableError("bad_argument", "rank out of range", r, kMaxRanks - 1);
     if (s.rank_member[r] != kNone) throw TableError("rank_taken", "another member has the rank", r);
   }
+  if (members_of(session) >= kMaxSessionMembers)
+    throw TableError("quota_exceeded", "the session has as many members as it may have", members_of(session),
+                     "< " + std::to_string(kMaxSessionMembers));
   if (free_members_.empty()) throw TableError("table_full", "no member left", kMaxMembers);
   uint32_t cell = free_members_.back();
   free_members_.pop_back();
@@ -151,6 +154,7 @@ uint64_t Members::add_member(uint64_t id, const NewMember& wanted, uint64_t now)
   KVDOCK_PAUSE("attach.member_live");
   for (uint32_t r : wanted.ranks) s.rank_member[r] = cell;
   open_[session].members.insert(cell);
+  ++count_of(session);
   return member_id(cell);
 }
 
@@ -232,11 +236,20 @@ Members::Left Members::set_gone(uint32_t cell) {
   return all_gone(open_[session]) ? Left::none : Left::some;
 }
 
+void Members::forget(uint32_t cell) {
+  uint32_t session = members_[cell].session;
+  set_state(cell, MemberState::kFree);
+  open_[session].members.erase(cell);
+  --count_of(session);
+  free_members_.push_back(cell);
+}
+
 void Members::close_session(uint32_t cell) {
   for (uint32_t m : open_[cell].members) {
     set_state(m, MemberState::kFree);
     free_members_.push_back(m);
   }
+  count_of(cell) -= members_of(cell);
   publish(sessions_[cell].word, sealed(sessions_[cell].use() << 1));
   open_.erase(cell);
   by_nonce_.erase(sessions_[cell].nonce);
@@ -318,6 +331,7 @@ void Members::judge(const std::vector<bool>& namespaces, Adoption* found) {
     if (m.crc != body_crc(m) || m.session >= kMaxSessions || !sessions_[m.session].live())
       refuse_adoption("a member is damaged", cell);
     open_[m.session].members.insert(cell);
+    ++count_of(m.session);
     if (m.state() == MemberState::kGone) continue;
     for (uint32_t i = 0; i < 2; ++i) {
       uint64_t& taken = ranks[m.session][i];
@@ -349,6 +363,14 @@ std::vector<uint32_t> Members::sessions_without_members() const {
   std::vector<uint32_t> out;
   for (auto& [cell, open] : open_)
     if (all_gone(open)) out.push_back(cell);
+  return out;
+}
+
+std::vector<uint32_t> Members::gone() const {
+  std::vector<uint32_t> out;
+  for (auto& [session, open] : open_)
+    for (uint32_t cell : open.members)
+      if (members_[cell].state() == MemberState::kGone) out.push_back(cell);
   return out;
 }
 

@@ -2,7 +2,8 @@
 //
 // Ownership: the cells of sessions and members lie in the region; which of them are in use is derived.
 // Invariants: a member belongs to one open session; a rank of a session belongs to at most one of its members that are
-//   not gone; a session whose members are all gone is closed by the call that made the last one gone.
+//   not gone; a session whose members are all gone is closed by the call that made the last one gone. A member that is
+//   gone keeps its cell only as long as an open grant names it.
 //
 // Ids are `use << 20 | cell`, so that none is used twice. Members knows no grants (csrc/table/grants.h).
 #pragma once
@@ -67,11 +68,14 @@ class Members {
   void set_dead(uint32_t member, uint64_t now);
   enum class Left { some, none };
   Left set_gone(uint32_t member);  // Left::none: the session has to be closed
+  // Gives the cell of a member that is gone to the next one. REQUIRES: no open grant names it.
+  void forget(uint32_t member);
   void close_session(uint32_t session);
   void file_session(uint32_t session, uint32_t space);  // its lookups and stores are in `space` from now on
   uint64_t session_of(const Id16& nonce) const;         // the session's id; 0: none is open
 
   size_t session_count() const { return open_.size(); }
+  uint32_t members_of(uint32_t session) const { return static_cast<uint32_t>(open_.at(session).members.size()); }
   size_t member_count() const { return kMaxMembers - free_members_.size(); }
   bool is_open(uint32_t session) const { return open_.count(session) != 0; }
   bool of_one_tenant(uint32_t session, uint32_t other) const {
@@ -87,6 +91,7 @@ class Members {
   void judge(const std::vector<bool>& namespaces, Adoption* found);
   void restart(uint64_t clock_ms);
   std::vector<uint32_t> sessions_without_members() const;
+  std::vector<uint32_t> gone() const;
 
   void check() const;  // Throws TableError corrupt
 
@@ -100,10 +105,11 @@ class Members {
   void set_state(uint32_t cell, MemberState state);
   uint32_t least_pinned(const Open& session) const;
   bool all_gone(const Open& session) const;
+  uint32_t& count_of(uint32_t session) { return spaces_.usage(sessions_[session].space()).members; }
 
   Session* sessions_;
   Member* members_;
-  Namespaces& spaces_;  // counts their sessions
+  Namespaces& spaces_;  // counts their sessions and members
   void open(uint32_t session);
   MemberInfo info_of(uint32_t cell) const;
 

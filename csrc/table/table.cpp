@@ -115,6 +115,7 @@ void Table::gone(uint32_t member, Work& work) {
   grants_.member_gone(member, work);
   if (work.is_over()) return;
   if (members_.set_gone(member) == Members::Left::none) members_.close_session(session);
+  else if (!grants_.names(member)) members_.forget(member);
 }
 
 bool Table::leave(uint64_t member, uint64_t most) {
@@ -426,6 +427,8 @@ void Table::check_integrity() {
   members_.check();
   chunks_.check(grants_.check());
   promises_.check();
+  for (uint32_t cell : members_.gone())
+    require(grants_.names(cell), "a member that nothing names is not forgotten", cell);
   for (uint32_t cell : members_.open_sessions())
     require(static_cast<double>(chunks_.pins().held_bytes(cell)) <= widest_session_cap_,
             "I7: a session is over its cap", cell);
@@ -438,6 +441,7 @@ void Table::check_tenants() {
   for (uint32_t cell : members_.open_sessions()) {
     Usage& usage = counted.at(chunks_.namespaces().tenant_of(members_.session(cell).space()));
     ++usage.sessions;
+    usage.members += members_.members_of(cell);
     usage.grants += static_cast<uint32_t>(grants_.held_by(cell).size());
   }
   chunks_.namespaces().tenants().check(counted);

@@ -2,7 +2,7 @@
 //
 // Ownership: usage is derived; the other parts of the table count it here. Each server sets the quotas again.
 // Invariants: a tenant has a number while it has a namespace or a quota of its own; then the number may be used again.
-//   Usage is what namespaces, records, sessions and grants add up to (Table::check_integrity).
+//   Usage is what namespaces, records, sessions, members and grants add up to (Table::check_integrity).
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct Quota {
 
 struct Usage {
   uint64_t bytes = 0, chunks = 0;  // of records that are not FREE
-  uint32_t namespaces = 0, sessions = 0, grants = 0;
+  uint32_t namespaces = 0, sessions = 0, members = 0, grants = 0;
   bool operator==(const Usage&) const = default;
 };
 

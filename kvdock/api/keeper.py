@@ -85,6 +85,8 @@ class Keeper:
             for member in tuple(session.members.values()):
                 if not member.dead:
                     await self._watch(session, member)
+                elif not self._table.members_named([member.table_id]):
+                    self._registry.forget_member(session, member)
         # Members of an adopted pool that have not attached again: their locks also show whether they are alive.
         for table_id, lock_offset in tuple(self._pool.unheard.items()):
             if not self._pool.lock_held(lock_offset):

@@ -116,6 +116,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tenant_chunks: Annotated[int, msgspec.Meta(ge=0, lt=MANY_BYTES)] = 0
     tenant_namespaces: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     tenant_sessions: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
+    tenant_members: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
     tenant_grants: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)] = 0
 
     # lower tiers; none of them: no mover is started

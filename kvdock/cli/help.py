@@ -378,6 +378,7 @@ MEANINGS: dict[str, str] = {
     "tenant_chunks": "Chunks that one tenant may store, in the same way. 0: no limit.",
     "tenant_namespaces": "Namespaces with sessions or chunks that one tenant may have. 0: half of all.",
     "tenant_sessions": "Sessions that one tenant may have. 0: half of all.",
+    "tenant_members": "Processes of engines that one tenant may have attached, in all its sessions. 0: half of all.",
     "tenant_grants": "Leases and reservations that one tenant may have open at once, in all its sessions. 0: half of "
     "all.",
     "disk_path": "Folder of the lower tier on disk; empty: none.",
@@ -446,7 +447,7 @@ SETTING_GROUPS: dict[str, tuple[str, ...]] = {
     "Addresses and access": ("host", "port", "socket_path", "access_file", "allowed_hosts",
                                       "body_limit_bytes", "tcp_connections"),
     "Limits of sessions and tenants": ("session_cap", "total_cap", "session_grants", "tenant_bytes", "tenant_chunks",
-                                       "tenant_namespaces", "tenant_sessions", "tenant_grants"),
+                                       "tenant_namespaces", "tenant_sessions", "tenant_members", "tenant_grants"),
     "Lower tiers": ("disk_path", "disk_bytes", "disk_day_bytes", "redis_url", "objects_url", "mooncake_url",
                     "peers_url", "tier_urls", "tier_asks", "tier_queue_bytes", "tier_keep", "tier_drain_s"),
     "Start and end": ("adopt", "drain_s", "on_exit"),

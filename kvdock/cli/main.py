@@ -531,6 +531,7 @@ def quota(
     sessions_: Annotated[int | None, typer.Option(
         "--sessions", min=0, metavar="N", help="Sessions of engines.", show_default=False,
     )] = None,
+    members: Annotated[int | None, _count("Processes of all its sessions.")] = None,
     grants: Annotated[int | None, _count("Leases and reservations that may be open.")] = None,
     default: Annotated[bool, typer.Option(
         "--default", help="Give back the quota of the access file, or else the default of the settings.",
@@ -547,7 +548,9 @@ def quota(
     from kvdock.cli.admin import change_quota, show_quotas
     from kvdock.protocol.admin_schemas import AskedQuota
 
-    limits = {"chunks": chunks, "namespaces": namespaces, "sessions": sessions_, "grants": grants}
+    limits = {
+        "chunks": chunks, "namespaces": namespaces, "sessions": sessions_, "members": members, "grants": grants,
+    }
     given = {name: count for name, count in limits.items() if count is not None}
     asked = AskedQuota(bytes=bytes_text or None, **given) if bytes_text or given else None
     if (asked is not None) + default > 1 or (tenant is None and (asked is not None or default)):

@@ -144,6 +144,8 @@ class Quota(Identity, frozen=True, kw_only=True):
     namespaces: _Amount | None = None
     """Namespaces that have a session or a chunk."""
     sessions: _Amount | None = None
+    members: _Amount | None = None
+    """Processes of all its sessions."""
     grants: _Amount | None = None
     """Open leases and reservations of all its sessions."""
 
@@ -162,6 +164,7 @@ class Amounts(Answer, kw_only=True):
     chunks: int | None
     namespaces: int | None
     sessions: int | None
+    members: int | None
     grants: int | None
 
 

@@ -16,7 +16,7 @@ from api_helpers import ServerProcess, attach, eventually, keys, small_pool, uni
 from paths import ROOT
 from starlette.types import Receive, Scope, Send
 
-from kvdock._core import TableError
+from kvdock._core import MAX_SESSION_MEMBERS, TableError
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import of_user
 from kvdock.api.build import build, create_app
@@ -26,23 +26,60 @@ from kvdock.api.pool.pool import open_pool
 from kvdock.api.reports.status import STARTING
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
-from kvdock.protocol.errors import CODES
+from kvdock.protocol.errors import CODES, ApiError
 
 
-def test_a_member_that_died_hears_so(server: ServerProcess, client: Client) -> None:
+def test_a_member_that_died_hears_so() -> None:
+    with ServerProcess(settle_s=60.0) as server, Client(server.unix) as client:
+        scheduler = attach(client)
+        worker = attach(client, instance=scheduler.body.instance, ranks=[1], scheduler=False)
+        worker.close()
+
+        def answered() -> bool:
+            body = {"member": worker.member}
+            _, answer = call(server.http, "POST", f"/v1/sessions/{worker.session}/heartbeat", body)
+            return bool(answer.get("code") == "member_dead")
+
+        eventually(answered)
+        body = {"session": worker.session, "member": worker.member, "request": "r", "keys": keys(1)}
+        assert refused(server.http, "POST", "/v1/lookups", body)["code"] == "member_dead"
+        scheduler.leave()
+
+
+@pytest.mark.security
+def test_a_member_that_died_is_forgotten_once_it_has_settled(server: ServerProcess, client: Client) -> None:
+    """An engine whose processes die one after the other does not fill the server's lists."""
     scheduler = attach(client)
-    worker = attach(client, instance=scheduler.body.instance, ranks=[1], scheduler=False)
-    worker.close()
 
-    def answered() -> bool:
-        body = {"member": worker.member}
-        _, answer = call(server.http, "POST", f"/v1/sessions/{worker.session}/heartbeat", body)
-        return bool(answer.get("code") == "member_dead")
+    def attached_and_died() -> bool:
+        """Another process may have the id once the server has forgotten the one that had it."""
+        try:
+            attach(client, instance=scheduler.body.instance, ranks=[1], scheduler=False, member="worker").close()
+        except ApiError as error:
+            assert error.code in ("id_reused", "member_dead")
+            return False
+        return True
 
-    eventually(answered)
-    body = {"session": worker.session, "member": worker.member, "request": "r", "keys": keys(1)}
-    assert refused(server.http, "POST", "/v1/lookups", body)["code"] == "member_dead"
+    for _ in range(3):
+        eventually(attached_and_died)
     scheduler.leave()
+
+
+@pytest.mark.security
+def test_a_session_with_as_many_members_as_it_may_have_gets_no_more(server: ServerProcess, client: Client) -> None:
+    scheduler = attach(client)
+    workers = [
+        attach(client, instance=scheduler.body.instance, ranks=[], scheduler=False)
+        for _ in range(MAX_SESSION_MEMBERS - 1)
+    ]
+    with pytest.raises(ApiError, match="as many members as it may have") as refused_one:
+        attach(client, instance=scheduler.body.instance, ranks=[], scheduler=False)
+    problem = refused_one.value
+    assert (problem.code, problem.found, problem.wanted) == ("quota_exceeded", 256, "< 256")
+    workers.pop().leave()
+    workers.append(attach(client, instance=scheduler.body.instance, ranks=[], scheduler=False))
+    for engine in (*workers, scheduler):
+        engine.leave()
 
 
 def test_a_plan_that_a_rank_has_seen_cannot_be_cancelled(server: ServerProcess, client: Client) -> None:

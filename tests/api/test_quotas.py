@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import signal
 import time
@@ -29,13 +30,19 @@ from api_helpers import (
 )
 from server_fixtures import fresh_server
 
+from kvdock._core import MAX_MEMBERS, MAX_SESSION_MEMBERS
 from kvdock.api.access.access_file import entry
+from kvdock.api.access.peer import Peer, of_user
 from kvdock.api.clock import ServerClock
 from kvdock.api.pool.pool import Pool, open_pool
 from kvdock.api.pool.quotas import Quotas, default_quota, tenant_id
-from kvdock.api.pool.registry import Names, Registry, SessionRecord, digest16
+from kvdock.api.pool.registry import Names, NamespaceRecord, Registry, SessionRecord, digest16
 from kvdock.api.pool.sessions import Drain, Sessions
+from kvdock.api.record.counters import Counters
+from kvdock.api.record.timings import Pulse
+from kvdock.api.reports.status import MEMBERS_HELD, Probes
 from kvdock.api.settings import Settings
+from kvdock.api.tiers.mover_client import Prefetches
 from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol import schemas as s
@@ -132,6 +139,18 @@ def test_a_session_of_before_a_restart_comes_back_also_when_its_tenant_may_have_
             engine.close()
 
 
+def test_a_member_of_before_a_restart_comes_back_also_when_its_tenant_may_have_no_more() -> None:
+    with ServerProcess(on_exit="keep") as server, Client(server.unix) as client:
+        engine = attach(client)
+        server.stop(signal.SIGKILL)
+        with next_at(server) as second:
+            assert limit(second, members=1)["used"]["members"] == 1
+            assert client.attach(engine.body).session == engine.session
+            with pytest.raises(ApiError, match="as many members"):
+                attach(client, instance=engine.body.instance, ranks=[1], scheduler=False)
+            engine.close()
+
+
 # ------------------------------------------------------------------ bytes and chunks
 
 
@@ -153,7 +172,7 @@ def test_a_lowered_quota_evicts_while_the_server_runs_but_not_what_is_leased(
         "namespace": engine.attached.namespace, "keys": keys(5, "fill 1"), "duration_s": 600,
     })
     shown = limit(server, bytes=10 * CHUNK_BYTES)
-    assert shown["quota"] == dict.fromkeys(("chunks", "namespaces", "sessions", "grants")) | {
+    assert shown["quota"] == dict.fromkeys(("chunks", "namespaces", "sessions", "members", "grants")) | {
         "bytes": 10 * CHUNK_BYTES
     }
     eventually(lambda: used(server)["bytes"] == 10 * CHUNK_BYTES)
@@ -217,6 +236,14 @@ class Shared:
         )
         return self.sessions.attach(body, tenant, None)
 
+    def join(self, session: SessionRecord, member: str) -> None:
+        """One more process attaches to the session."""
+        self.locks.append(MemberLiveness(self.pool.lock_path, source=random.Random(len(self.locks))))
+        self.sessions.attach(s.AttachSession(
+            instance=session.instance, manifest=session.namespace.manifest,
+            member=s.Member(id=member, ranks=[], scheduler=False, lock_offset=self.locks[-1].offset),
+        ), session.tenant, None)
+
     def store(self, session: SessionRecord, name: str) -> str:
         """One chunk; what limited the call."""
         member = next(iter(session.members.values()))
@@ -265,10 +292,63 @@ def test_a_tenant_that_fills_its_quota_leaves_the_others_alone() -> None:
         pool.table.check_integrity()
 
 
+def test_a_server_without_room_for_members_says_so_and_which_session_has_most() -> None:
+    with shared() as pool:
+        one, most = pool.attach("team-a"), pool.attach("team-b")
+        pool.join(most, "second")
+        probes = Probes(Settings.load(small_pool()), pool.pool, pool.registry, pool.sessions.drain,
+                        Pulse(time.perf_counter_ns))  # fmt: skip
+        assert MEMBERS_HELD not in probes.ready().reasons
+        for number in range(MAX_MEMBERS - 3):
+            if number % MAX_SESSION_MEMBERS == 0:
+                session = pool.table.open_session(digest16(unique("session")), one.namespace.table_id, 0)
+            pool.table.add_member(session, digest16(unique("member")), [], False, 0)
+        health = probes.ready()
+        assert MEMBERS_HELD in health.reasons
+        peer = of_user(os.geteuid())
+        assert probes.blamed(health, peer) == [f"most are of session {most.id} {most.instance}: 2 members"]
+        others = Peer("a reader", frozenset({"read"}), "team-c", is_unix=False)
+        assert probes.blamed(health, others) == []
+
+
+def test_a_tenant_has_half_of_all_prefetches_so_that_others_may_have_some() -> None:
+    with shared() as pool:
+        own, a, b = (pool.attach(tenant).namespace for tenant in ("", "team-a", "team-b"))
+        prefetches = Prefetches(pool.pool, Counters(), lambda space, all_keys, index: "", time.monotonic)
+
+        def asked(space: NamespaceRecord) -> str:
+            return prefetches.start(space, bytes.fromhex(keys(1)[0]), 3600.0, 10.0).why
+
+        assert [asked(a) for _ in range(129)] == ["later"] * 128 + ["limited"]
+        assert [asked(own) for _ in range(120)] == ["later"] * 120
+        assert [asked(b) for _ in range(9)] == ["later"] * 8 + ["limited"]
+
+
+def test_members_of_all_its_sessions_count_for_a_tenant_until_they_leave() -> None:
+    with shared(tenant_members=3) as pool:
+        a, second = pool.attach("team-a"), pool.attach("team-a")
+        pool.join(a, "third")
+        for _ in range(2):
+            with pytest.raises(ApiError, match="as many members") as refused:
+                pool.join(a, "fourth")
+            assert (refused.value.code, refused.value.found, refused.value.wanted) == ("quota_exceeded", 3, "< 3")
+        with pytest.raises(ApiError, match="as many members"):
+            pool.attach("team-a")
+        assert pool.registry.sessions() == [a, second], "a refused attach opens no session"
+        pool.attach("team-b")
+        third = a.members["third"]
+        pool.registry.drop_member(a, third)
+        pool.table.leave(third.table_id)
+        pool.join(a, "fourth")
+        views = asyncio.run(pool.quotas.views())
+        assert (views["team-a"].used.members, views["team-a"].quota.members) == (3, 3)
+        pool.table.check_integrity()
+
+
 @pytest.mark.security
 def test_no_tenant_can_keep_all_grants_sessions_or_namespaces_from_others() -> None:
     """By default: what it has may last for ever, as long as its engines live."""
-    assert default_quota(Settings.load({})) == Quota(namespaces=512, sessions=8192, grants=4096)
+    assert default_quota(Settings.load({})) == Quota(namespaces=512, sessions=8192, members=32768, grants=4096)
     assert default_quota(Settings.load({"tenant_grants": 7000, "table_grants": 8192})).grants == 7000
     with shared(table_grants=16) as pool:
         a, own = pool.attach("team-a"), pool.attach("")

@@ -84,6 +84,12 @@ MUTANTS = (
         "test_a_session_of_before_a_restart_comes_back_also_when_its_tenant_may_have_no_more",
     ),
     Mutant(
+        "P70m", "a member that comes back counts as a new one of its tenant", "kvdock/api/pool/quotas.py",
+        " and not comes_back():\n", ":\n",
+        ("tests/api/test_quotas.py", "-k", "member_of_before_a_restart"),
+        "test_a_member_of_before_a_restart_comes_back_also_when_its_tenant_may_have_no_more",
+    ),
+    Mutant(
         "P71", "a grant that is held counts again when its call is repeated", "kvdock/api/pool/sessions.py",
         "        if known:\n            return True\n",
         "        if known and over_quota is None:\n            return True\n",

@@ -146,8 +146,8 @@ def limits(**changes: Any) -> a.Limits:
 
 
 def config(**changes: Any) -> a.Config:
-    used = a.Amounts(bytes=9 * GIB, chunks=4731, namespaces=3, sessions=3, grants=4)
-    none = a.Amounts(bytes=None, chunks=None, namespaces=None, sessions=None, grants=None)
+    used = a.Amounts(bytes=9 * GIB, chunks=4731, namespaces=3, sessions=3, members=4, grants=4)
+    none = a.Amounts(bytes=None, chunks=None, namespaces=None, sessions=None, members=None, grants=None)
     quota = msgspec.structs.replace(none, bytes=4 * GIB, sessions=4)
     tenants = {
         "": a.TenantView(used=used, quota=none),

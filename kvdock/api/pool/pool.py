@@ -163,6 +163,10 @@ class Pool:
             for member in self.table.members()
         )
 
+    def is_unheard(self, nonce: bytes) -> bool:
+        """Whether a member of the adopted pool with that id has not attached again."""
+        return any(member.nonce == nonce for member in self.table.members_named(list(self.unheard)))
+
     def touch(self) -> None:
         """Records the time in the lock file, so that later servers know when this one died. Called again and again."""
         self._objects.lock.touch()

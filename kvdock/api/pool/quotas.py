@@ -1,5 +1,5 @@
-"""How much each tenant may use. The table limits bytes and chunks itself; sessions, namespaces and grants beyond the
-quota are refused here.
+"""How much each tenant may use. The table limits bytes and chunks itself; sessions, members, namespaces and grants
+beyond the quota are refused here.
 
 Ownership: the table forgets quotas with the server. They are kept with the pool, and the next server of the pool puts
 them again, before it serves; those of the access file, if the file has changed since, as it has them now.
@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 import msgspec
 
-from kvdock._core import MAX_NAMESPACES, MAX_SESSIONS, Table, TenantView as TableView
+from kvdock._core import MAX_MEMBERS, MAX_NAMESPACES, MAX_SESSIONS, Table, TenantView as TableView
 from kvdock.api.pool.registry import Recent, SessionRecord, digest16
 from kvdock.api.settings import Settings
 from kvdock.api.turns import Slices
@@ -23,7 +23,7 @@ from kvdock.protocol.wire_types import OWN_TENANT, Tenant
 
 UNLIMITED = Quota()
 DEFAULT_SHARE = 0.5
-"""The share that one tenant may have of the namespaces, sessions and grants that the table has room for."""
+"""The share that one tenant may have of the namespaces, sessions, members and grants that the table has room for."""
 KEPT_NAMES = 8192
 """How many of the tenants that attached last are known by name, for lists."""
 
@@ -38,7 +38,7 @@ def default_quota(settings: Settings) -> Quota:
     which can be evicted, and a share of all else, which one tenant could keep from others for ever."""
     shares = {
         "namespaces": int(DEFAULT_SHARE * MAX_NAMESPACES), "sessions": int(DEFAULT_SHARE * MAX_SESSIONS),
-        "grants": int(DEFAULT_SHARE * settings.table_grants),
+        "members": int(DEFAULT_SHARE * MAX_MEMBERS), "grants": int(DEFAULT_SHARE * settings.table_grants),
     }
     return Quota(**{
         name: getattr(settings, f"tenant_{name}") or shares.get(name) for name in Quota.__struct_fields__
@@ -141,6 +141,13 @@ class Quotas:
             return
         if not self._table.session_of(nonce):
             raise _exceeded("sessions", used, limit)
+
+    def check_member(self, tenant: str, comes_back: Callable[[], bool]) -> None:
+        """Before a member attaches that has not attached to this server. `comes_back`: whether the table has it from
+        before a restart; then it does not count as new. Raises ApiError(quota_exceeded)."""
+        used, limit = self._used(tenant).members, self.of(tenant).members
+        if limit is not None and used >= limit and not comes_back():
+            raise _exceeded("members", used, limit)
 
     def check_namespace(
         self, tenant: str, digest: bytes, moves: SessionRecord | None = None, *, drop_idle: Callable[[], None]

@@ -424,6 +424,11 @@ class Registry:
         del session.members[member.id]
         self._forget_lock(member)
 
+    def forget_member(self, session: SessionRecord, member: MemberRecord) -> None:
+        """As `drop_member`, of one that may have left meanwhile, or whose id another process may have now."""
+        if session.members.get(member.id) is member:
+            self.drop_member(session, member)
+
     def others_lock(self, session: SessionRecord | None, wanted: Member) -> bool:
         """Whether another member that is not known to be dead has the lock byte: a byte proves that one member is
         alive."""

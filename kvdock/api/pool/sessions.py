@@ -79,6 +79,8 @@ class Sessions:
                 f"lock byte lock_offset of {pool.lock_path} (same file, same machine) before attaching",
                 wanted="a held byte",
             )
+        if session is None or member.id not in session.members:
+            self.quotas.check_member(tenant, comes_back=lambda: pool.is_unheard(nonce))
         if session is None:
             session = self._open(body, manifest, tenant, now_ms)
         table_id = self._table.add_member(

@@ -41,7 +41,7 @@ from kvdock.protocol.wire_types import OWN_TENANT
 _HELP = {name: hint.__metadata__[0].description for name, hint in get_type_hints(Counters, include_extras=True).items()}
 _TENANT_USE = {
     "bytes": "Bytes of stored chunks", "chunks": "Chunks, stored and being stored", "namespaces": "Namespaces",
-    "sessions": "Attached sessions", "grants": "Open leases and reservations",
+    "sessions": "Attached sessions", "members": "Attached members", "grants": "Open leases and reservations",
 }
 """By the fields of Amounts."""
 FRESH_S = 1.0

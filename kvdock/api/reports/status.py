@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvdock import __version__
-from kvdock._core import SLOT_ALIGN
+from kvdock._core import MAX_MEMBERS, SLOT_ALIGN
 from kvdock.api.access.peer import Peer
 from kvdock.api.clock import since_s
 from kvdock.api.convert import grant_text
@@ -36,6 +36,7 @@ ALL_HELD = "every byte of the pool is held by engines or waits for their release
 ALL_KEPT = "pins keep all that engines do not hold: nothing may be evicted"
 CAP_REACHED = "engines hold as much of the pool as total_cap lets them"
 GRANTS_HELD = "all leases and reservations that there may be are open: no lookup and no store gets another one"
+MEMBERS_HELD = "every place for processes of engines is taken: no engine can attach any more"
 TABLE_HELD = "every record of the chunk table is held: serve with more table_records"
 
 
@@ -94,6 +95,8 @@ class Probes:
             reasons.append(TABLE_HELD)
         if stats["leases"] + stats["reservations"] >= self._table_grants:
             reasons.append(GRANTS_HELD)
+        if stats["members"] >= MAX_MEMBERS:
+            reasons.append(MEMBERS_HELD)
         return _health(reasons)
 
     def _least_part_bytes(self) -> int:
@@ -103,6 +106,8 @@ class Probes:
     def blamed(self, health: Health, peer: Peer) -> list[str]:
         """A sentence that names the session that holds most, if that is the reason why no slot can be given out, and if
         the caller may know of it."""
+        if MEMBERS_HELD in health.reasons:
+            return self._most_members(peer)
         if {ALL_HELD, CAP_REACHED, TABLE_HELD, GRANTS_HELD}.isdisjoint(health.reasons):
             return []
         most = self._pool.table.most_holding(by_grants=GRANTS_HELD in health.reasons)
@@ -114,6 +119,13 @@ class Probes:
         who = "(not back yet)" if record is None else " ".join((record.id, record.label or record.instance))
         held, leases, reservations = most.held_bytes, most.leases, most.reservations
         return [f"most is held by session {who}: {held} bytes, {leases} leases, {reservations} reservations"]
+
+    def _most_members(self, peer: Peer) -> list[str]:
+        record = max(self._registry.sessions(), key=lambda one: len(one.members), default=None)
+        if record is None or not (peer.may("read") and peer.sees(record.tenant)):
+            return []
+        who = " ".join((record.id, record.label or record.instance))
+        return [f"most are of session {who}: {len(record.members)} members"]
 
 
 def _health(reasons: list[str]) -> Health:

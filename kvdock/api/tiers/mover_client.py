@@ -34,7 +34,7 @@ from kvdock.protocol.mover_schemas import worth_chunks
 from kvdock.protocol.readable import LogLevel
 from kvdock.protocol.reports import MoverView, TierView
 from kvdock.protocol.schemas import MOVER_NAME, PendingTokens, PrefetchAnswer, Why
-from kvdock.protocol.wire_types import KEY_BYTES
+from kvdock.protocol.wire_types import KEY_BYTES, OWN_TENANT
 
 QUEUE_BYTES = 8 << 20
 """The most bytes of keys that wait to be sent to the mover; lookups beyond it are not sent."""
@@ -544,8 +544,7 @@ class Prefetches:
         chunks, why = self._loadable(one)
         if after_s > 0 and why in ("", "stored", "limited"):
             chunks, why = 0, "later"
-        waiting_bytes = sum(len(other.keys) for other in self._all.values() if not other.is_sent)
-        if (chunks or why == "later") and (len(self._all) >= MOST or waiting_bytes + len(keys) > MOST_KEYS_BYTES):
+        if (chunks or why == "later") and not self._has_room(space, len(keys)):
             chunks, why = 0, "limited"
         self._counters.prefetches_refused += why == "limited"
         if chunks or why == "later":
@@ -554,6 +553,16 @@ class Prefetches:
             self._all[next(self._numbers)] = one
         tokens = space.manifest.chunk_tokens
         return PrefetchAnswer(stored_tokens=one.stored * tokens, coming_tokens=chunks * tokens, why=why)
+
+    def _has_room(self, space: NamespaceRecord, more_bytes: int) -> bool:
+        """Whether one more is taken. A tenant has half of the room at most, unless it is the server's own user."""
+        everyones = list(self._all.values())
+        its = [] if space.tenant == OWN_TENANT else [one for one in everyones if one.space.tenant == space.tenant]
+        return all(
+            len(some) < MOST // parts
+            and sum(len(one.keys) for one in some if not one.is_sent) + more_bytes <= MOST_KEYS_BYTES // parts
+            for some, parts in ((everyones, 1), (its, 2))
+        )
 
     def _loadable(self, one: _Prefetch) -> tuple[int, Why]:
         """How many chunks after the stored ones may be loaded now, and why not all."""

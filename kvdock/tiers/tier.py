@@ -68,8 +68,8 @@ class ReadOnly(TierError):
 
 
 class NotEverywhere(TierError):
-    """A change of a note holds here, and some of the nodes that share their pools do not know it yet. Those are not
-    read until they do."""
+    """A deletion holds here: its keys are not read. Some of the nodes that share their pools do not know it yet. Those
+    are not read until they do."""
 
 
 class NoSpace(ReadOnly):

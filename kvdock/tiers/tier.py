@@ -250,6 +250,15 @@ class TellsFaults(Protocol):
 
 
 @runtime_checkable
+class OnlyRead(Protocol):
+    """A tier whose URL says whether it can be written."""
+
+    @property
+    def is_only_read(self) -> bool:
+        """Whether nothing can be stored in it or changed."""
+
+
+@runtime_checkable
 class Sweeps(Protocol):
     """A tier that removes parts of former generations only when it is asked to."""
 

@@ -228,7 +228,7 @@ def _two_columns(rows: Iterable[tuple[str, str | Text]]) -> Table:
 
 def pending_in_words(tier: TierView | TierContents) -> str:
     why = f" ({tier.pending_why})" if tier.pending_why else ""
-    return f"{tier.pending_orders:,} clears and deletions pending{why}"
+    return f"{counted(tier.pending_orders, 'clear or deletion', 'clears and deletions')} pending{why}"
 
 
 def tier_in_words(tier: TierView) -> str:

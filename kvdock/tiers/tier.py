@@ -68,8 +68,8 @@ class ReadOnly(TierError):
 
 
 class NotEverywhere(TierError):
-    """A change of a note holds here, and some of the nodes that share their pools do not know it yet. Those are not
-    read until they do."""
+    """A deletion holds here: its keys are not read. Some of the nodes that share their pools do not know it yet. Those
+    are not read until they do."""
 
 
 class NoSpace(ReadOnly):
@@ -247,6 +247,15 @@ class TellsFaults(Protocol):
     @property
     def fault(self) -> str:
         """The last error, with the file and the name of the error; "": there was none."""
+
+
+@runtime_checkable
+class OnlyRead(Protocol):
+    """A tier whose URL says whether it can be written."""
+
+    @property
+    def is_only_read(self) -> bool:
+        """Whether nothing can be stored in it or changed."""
 
 
 @runtime_checkable

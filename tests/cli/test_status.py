@@ -14,10 +14,10 @@ from cli_helpers import kvdock
 
 from kvdock.api.record.counters import Counters
 from kvdock.cli.render import brief, counted, percent
-from kvdock.cli.status import GROUPS, folded, meaning_of, rates_of
+from kvdock.cli.status import GROUPS, folded, meaning_of, pending_in_words, rates_of
 from kvdock.client.client import Client
 from kvdock.protocol.outcomes import Outcome
-from kvdock.protocol.reports import Series, Stats
+from kvdock.protocol.reports import Series, Stats, TierView
 
 ENDED = Outcome(request="r", prompt_tokens=70, local_tokens=16, found_tokens=48, loaded_tokens=32, load_us=500_000,
                 prefill_tokens_per_s=16.0)
@@ -171,3 +171,8 @@ def test_counts_and_shares_in_words() -> None:
         "-", "0 %", "<0.1 %", "7.8 %", "9.9 %", "10 %", "78 %", "99.9 %", "100 %",
     ]
     assert percent(0.7824, 1) == "78.2 %"
+
+
+@pytest.mark.parametrize(("count", "said"), [(1, "1 clear or deletion pending"), (2, "2 clears and deletions pending")])
+def test_what_is_pending_is_counted_in_words(count: int, said: str) -> None:
+    assert pending_in_words(TierView(name="disk", state="open", pending_orders=count)) == said

@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import obstore
@@ -39,11 +40,13 @@ from tier_helpers import (
     store_all,
 )
 
+from kvdock.tiers.mover.tier_handle import TierHandle
+from kvdock.tiers.mover.write_behind import WriteBehind, WriteBudget, WriteObserver, WriteQueue
 from kvdock.tiers.notes import begins, deletes
 from kvdock.tiers.record import HEADER_BYTES, Record, RecordError
 from kvdock.tiers.stores import objects
 from kvdock.tiers.stores.objects import NOTE_FRESH_S, ObjectTier, StoreLocation, open_location, open_tier
-from kvdock.tiers.tier import Deadline, Outcome, StillRunning, TierError, TierUrlError, ToStore
+from kvdock.tiers.tier import Deadline, Outcome, ReadOnly, StillRunning, TierError, TierUrlError, ToStore
 
 pytestmark = pytest.mark.tiers
 
@@ -398,10 +401,26 @@ def test_a_web_server_is_read_and_not_written(tmp_path: Path, parts: Parts) -> N
                 store(tier, [absent])
             with pytest.raises(TierError, match="can only be read"):
                 tier.delete([small.name], patient())
+        assert_is_not_written(f"http://127.0.0.1:{web.server_port}/")
     finally:
         web.shutdown()
         thread.join()
         web.server_close()
+
+
+def assert_is_not_written(url: str) -> None:
+    """Its mover does not try to, and what it refuses all the same is nothing that an operator need know."""
+    handle = TierHandle(open_tier(url, patient()), clock=time.monotonic, lost=lambda _: None)
+    with pytest.raises(ReadOnly):
+        handle.change(b"s" * 32, begins(1), patient())
+    assert handle.stores.state == "open"
+    queue = WriteQueue(MIB, batch_bytes=MIB, budget=WriteBudget(0, lambda: 0, time.monotonic))
+    space: Any = SimpleNamespace(digest=b"s" * 32, chunk_bytes=1000)
+    served: Any = None
+    observer = WriteObserver(stored=lambda *_: None, gone=lambda *_: None)
+    WriteBehind(handle, served, served, served, queue, observer=observer).offer(space, [b"k" * 32])
+    assert not queue.waiting_bytes
+    handle.close(patient())
 
 
 def test_a_store_that_lies_about_a_range_is_not_believed(parts: Parts) -> None:

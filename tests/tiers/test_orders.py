@@ -16,7 +16,7 @@ from kvdock.tiers.mover.agreement import LONGEST_RETRY_S, RETRY_S, Agreement, Ag
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import Deadline, Loaded, NotEverywhere, Outcome, TierError, ToLoad, ToStore, Usage
+from kvdock.tiers.tier import Deadline, Loaded, NotEverywhere, Outcome, ReadOnly, TierError, ToLoad, ToStore, Usage
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
 
@@ -33,15 +33,20 @@ class Reluctant(KeptNotes):
         self.error: TierError | None = TierError(self.name, "a node is away")
         self.tried_s: list[float] = []
         self.read = 0
-        self._lock = threading.Lock()
+        self.may_end, self.has_begun = threading.Event(), threading.Event()
+        """A change of AWAY waits for the first, and sets the second."""
+        self.may_end.set()
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
-        self.read += 1
+        self.read += len(namespaces) > 1
         return super().notes(namespaces, deadline)
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
         if namespace == AWAY and self.notes_kept.get(AWAY) is not None:
             self.tried_s.append(time.monotonic())
+            if not self.may_end.is_set():
+                self.has_begun.set()
+                self.may_end.wait(10.0)
             if self.error is not None:
                 raise self.error
         return super().change(namespace, change, deadline)
@@ -65,15 +70,21 @@ class Reluctant(KeptNotes):
 
 
 class Rig:
-    def __init__(self) -> None:
-        self.tier, self.done = Reluctant(), list[OrderDone]()
+    def __init__(self, tier: Reluctant) -> None:
+        self.tier, self.done = tier, list[OrderDone]()
         self.handle = TierHandle(self.tier, clock=lambda: 0.0, lost=lambda _: None)
         self.agreement = Agreement(
             lambda: [AWAY, OTHER], AgreementObserver(lambda _: None, self.done.append, lambda _: None)
         )
         self.agreement.follow([Generation(one.hex(), 1, 0) for one in (AWAY, OTHER)])
         self.agreement.use(self.handle)
-        eventually(lambda: all(self.agreement.of(self.handle, one) is not None for one in (AWAY, OTHER)))
+
+    def agrees(self, *namespaces: bytes) -> None:
+        eventually(lambda: all(self.agreement.of(self.handle, one) is not None for one in namespaces))
+
+    def close(self) -> None:
+        self.agreement.close()
+        self.handle.close(Deadline(1.0))
 
     def order(self, number: int, namespace: bytes = AWAY) -> None:
         self.agreement.order(Order(
@@ -84,10 +95,10 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    made = Rig()
+    made = Rig(Reluctant())
+    made.agrees(AWAY, OTHER)
     yield made
-    made.agreement.close()
-    made.handle.close(Deadline(1.0))
+    made.close()
 
 
 def test_an_order_is_tried_again_ever_more_seldom_and_others_go_on(rig: Rig) -> None:
@@ -117,3 +128,32 @@ def test_a_tier_is_used_once_a_deletion_holds_there_though_not_everywhere(rig: R
     assert rig.done == [] and rig.handle.counters["failures"] == 0, "a node that is away is no failure of the others"
     rig.tier.error = None
     eventually(lambda: [one.number for one in rig.done] == [1, 2], LONGEST_RETRY_S + PATIENCE_S)
+
+
+def test_while_a_deletion_waits_for_a_node_notes_are_read_before_it_is_tried_again(rig: Rig) -> None:
+    rig.tier.error, rig.tier.poll_s = NotEverywhere("memory", "a deletion is not known yet at b"), 60.0
+    rig.order(1)
+    eventually(lambda: len(rig.tier.tried_s) == 4)
+    read = rig.tier.read
+    rig.tier.may_end.clear()
+    rig.order(2)
+    assert rig.tier.has_begun.wait(5.0) and rig.tier.read > read
+    rig.tier.may_end.set()
+
+
+class Refusing(Reluctant):
+    """Nothing in it can be changed, and AWAY has no note."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes_kept[OTHER] = Note.new(1)
+
+    def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
+        raise ReadOnly(self.name, "the disk is full")
+
+
+def test_a_namespace_without_a_note_holds_no_other_up_where_nothing_can_be_changed() -> None:
+    rig = Rig(Refusing())
+    rig.agrees(OTHER)
+    assert rig.agreement.of(rig.handle, AWAY) is None and rig.handle.stores.state == "read_only"
+    rig.close()

@@ -237,14 +237,14 @@ def test_nothing_is_read_at_a_peer_that_has_not_been_told_of_a_deletion(pair: Pa
     keys = a.engine.chain(CHUNKS)
     a.engine.store(keys)
     peer = PeerServer("a", Client(a.server.http, access_token=TOKEN), time.monotonic)
-    note = PeerNote(a.engine.attachment.filed_in.hex(), generation(a), keys[0])
-    read = PeerRead(namespace=note.namespace, generation=note.generation, keys=b"".join(keys[1:]))
+    namespace, now = a.engine.attachment.filed_in.hex(), generation(a)
+    read = PeerRead(namespace=namespace, generation=now, keys=b"".join(keys[1:]))
     assert peer.answer(read, Deadline(5.0)) is not None
     os.kill(a.server.process.pid, signal.SIGSTOP)
-    assert not peer.tell_deleted(note, Deadline(0.2))
+    assert not peer.tell_deleted(namespace, now, keys[:1], Deadline(0.2))
     os.kill(a.server.process.pid, signal.SIGCONT)
     assert peer.answer(read, Deadline(5.0)) is None
-    eventually(lambda: peer.tell_deleted(note, Deadline(5.0)))
+    eventually(lambda: peer.tell_deleted(namespace, now, keys[:1], Deadline(5.0)))
     assert peer.answer(read, Deadline(5.0)) is not None
     assert a.engine.lookup(keys, "gone").hit_tokens == 0
     peer.close()

@@ -171,6 +171,20 @@ def test_a_user_who_may_not_is_told(tmp_path: Path, parts: Parts) -> None:
         server.kill()
 
 
+def test_a_user_who_may_only_read_finds_values_whose_time_it_cannot_lengthen(tmp_path: Path, parts: Parts) -> None:
+    port, one = held_port(), parts.make(10_000)
+    server = RedisServer(tmp_path, ("127.0.0.1", port), f"port {port}", "user you on >it ~kvdock/* -@all +@read +ping")
+    url = f"127.0.0.1:{port}?ttl_s=5000"
+    try:
+        with opened(f"redis://{url}") as tier:
+            store(tier, [one])
+        with opened(f"redis://you@{url}&password_env=IT", {"IT": "it"}) as tier:
+            assert tier.exists([one.name], patient()) == [True]
+            assert_loads(tier, [one])
+    finally:
+        server.kill()
+
+
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tls")

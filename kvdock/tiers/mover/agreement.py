@@ -2,8 +2,9 @@
 tiers have to carry out.
 
 A tier is used for a namespace while its note (kvdock/tiers/notes.py) and the pool agree: both have the same generation,
-the pool has followed every deletion that the note names, and the tier has carried out all orders. The names of parts
-are made from the tier's note. So chunks that were cleared are not found, whichever server cleared them. Chunks that
+the pool has followed every deletion that the note names, and the tier has carried out all orders (of a deletion that
+waits for some nodes that share their pools, the keys alone are not read). The names of parts are made from the tier's
+note. So chunks that were cleared are not found, whichever server cleared them. Chunks that
 were leased or reserved before a clear are stored under names that no lookup asks for any more, or are not published.
 
 Threads: one for each tier carries out orders and reads notes. `_changed` guards everything here.
@@ -226,8 +227,11 @@ class Agreement:
             if handle.breaker.is_open:
                 continue
             try:
-                self._carry_out_orders(handle)
-                self._read_notes(handle)
+                steps = [self._carry_out_orders, self._read_notes]
+                if self._retries[handle.name].partly:  # these may wait for nodes that do not answer
+                    steps.reverse()
+                for step in steps:
+                    step(handle)
                 is_swept = self._sweep(handle)
             except TierError as error:
                 log.debug("%s: its notes cannot be read, trying again: %s", handle.name, error)
@@ -368,14 +372,21 @@ class Agreement:
             ]
         if not wanted:
             return
+        refused: ReadOnly | None = None
         for digest, note in zip(wanted, handle.notes(wanted, Deadline(NOTE_S)), strict=True):
             generation, _ = pool[digest]
             is_lost = note is None and (handle.name, digest) in self._followed
             if note is None or note.generation < generation:
-                note = handle.change(digest, begins(generation), Deadline(NOTE_S))
+                try:
+                    note = handle.change(digest, begins(generation), Deadline(NOTE_S))
+                except ReadOnly as error:  # others may have a note that can be used as it is
+                    refused = error
+                    continue
             if is_lost:
                 self._raised(handle, digest, note)
             self._compare(handle, digest, note)
+        if refused is not None:
+            raise refused
 
     def _compare(self, handle: TierHandle, digest: bytes, note: Note) -> None:
         """Reports the note to the server, unless the pool has followed it already."""

@@ -26,6 +26,7 @@ from kvdock.tiers.tier import (
     Loaded,
     NoSpace,
     NotEverywhere,
+    OnlyRead,
     Outcome,
     ReadOnly,
     StillRunning,
@@ -335,8 +336,13 @@ class TierHandle:
         ] or self._trials.stored_last
         return found
 
+    @property
+    def is_only_read(self) -> bool:
+        """See OnlyRead."""
+        return isinstance(self.tier, OnlyRead) and self.tier.is_only_read
+
     def _refused(self, state: Literal["full", "read_only"], why: str) -> None:
-        if self.stores.refused(state, why):
+        if not self.is_only_read and self.stores.refused(state, why):
             log.warning("nothing is stored in the tier %s for a while: %s", self.name, why)
 
     @property

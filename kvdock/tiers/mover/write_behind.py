@@ -286,7 +286,7 @@ class WriteBehind:
     ) -> None:
         self._handle, self._sessions, self._agreement, self._client = handle, sessions, agreement, client
         self._queue, self._observer, self._clock = queue, observer, clock
-        self._may_store = not isinstance(handle.tier, SharesPool)
+        self._may_store = not isinstance(handle.tier, SharesPool) and not handle.is_only_read
         self._known_stored = KnownStored(handle.tier.recheck_s, clock)
         self._rechecks: OrderedDict[ChunkName, None] = OrderedDict()
         """Chunks about which the tier is asked again."""

@@ -129,6 +129,11 @@ class ObjectTier:
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvdock-objects", daemon=True)
         self._thread.start()
 
+    @property
+    def is_only_read(self) -> bool:
+        """See OnlyRead."""
+        return self._location.read_only
+
     def check(self, deadline: Deadline) -> None:
         """Raises TierError if the store cannot be used."""
         if self._location.folder is not None:

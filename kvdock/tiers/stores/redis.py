@@ -158,7 +158,7 @@ class RedisTier:
         """The answer to _use(). A server that changes nothing says whether the value is there all the same."""
         lengthened = wire.reply(deadline) if self._settings.ttl_s else None
         is_there = wire.reply(deadline)
-        is_refused = isinstance(lengthened, ErrorReply) and lengthened.code not in _READ_ONLY
+        is_refused = isinstance(lengthened, ErrorReply) and lengthened.code not in _REFUSALS
         return lengthened if is_refused else is_there
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:

@@ -22,7 +22,7 @@ CLAIM_S: Final = 5.0
 """For so long after its last claim a node counts as the one that loads. By then it has the first chunks."""
 MOST_CLAIMS: Final = 1 << 14
 READERS_EACH: Final = 2
-"""How many nodes read from one at the same time. The last of 62 is five steps away from the one that loads."""
+"""How many nodes read from one at the same time. The last of 63 is five steps away from the one that loads."""
 MOST_NODES: Final = 256
 """How many nodes of one prefix are remembered."""
 

@@ -29,7 +29,7 @@ from kvdock.protocol.peer_schemas import (
     PeerRead,
     PeerReadAnswer,
 )
-from kvdock.protocol.wire_types import KEY_BYTES, MAX_STORE_KEYS, checksum_value
+from kvdock.protocol.wire_types import MAX_STORE_KEYS, checksum_value
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName
 from kvdock.tiers.stores.peers.claims import Claims, keeper_of, rank
@@ -87,9 +87,10 @@ class PeerServer:
     def __init__(self, address: str, client: PeerCalls, clock: Callable[[], float]) -> None:
         self.address, self._client, self._clock = address, client, clock
         self._lock = threading.Lock()
-        self._rest_s, self._until_s, self._silent_s = FIRST_REST_S, 0.0, math.inf
-        """How long it rests the next time, until when it rests, and when the first call began that it has left without
-        an answer since its last one."""
+        self._rest_s, self._until_s = FIRST_REST_S, 0.0
+        """How long it rests the next time, and until when it rests."""
+        self._silent_s, self._answered_s = math.inf, -math.inf
+        """Since when it has left calls without an answer, and when it has answered last."""
         self.why = ""
         """Why its last call or read has failed."""
         self._owed: dict[str, set[bytes]] = {}
@@ -110,17 +111,28 @@ class PeerServer:
         self.works()
         return answer.generations if len(answer.generations) == len(notes) else None
 
-    def tell_deleted(self, note: PeerNote, deadline: Deadline) -> bool:
-        """Whether it knows now that these chunks were deleted. Until then nothing of the namespace is read there."""
-        assert isinstance(note.deleted, bytes), "made here"
-        keys = {note.deleted[at : at + KEY_BYTES] for at in range(0, len(note.deleted), KEY_BYTES)}
+    def tell_deleted(self, namespace: str, generation: int, keys: Sequence[bytes], deadline: Deadline) -> bool:
+        """Whether it knows now that these chunks were deleted. Until then nothing of the namespace is read there. It is
+        not called while it rests."""
         with self._lock:
-            self._owed.setdefault(note.namespace, set()).update(keys)
-        is_told = self.notes([note], deadline) is not None
+            self._owed.setdefault(namespace, set()).update(keys)
+        for begin in range(0, len(keys), MAX_STORE_KEYS):
+            note = PeerNote(namespace, generation, b"".join(keys[begin : begin + MAX_STORE_KEYS]))
+            if self.is_resting or self.notes([note], deadline) is None:
+                return False
         with self._lock:
-            if is_told:
-                self._owed[note.namespace] -= keys
-        return is_told
+            self._owed.get(namespace, set()).difference_update(keys)
+        return True
+
+    def owed(self, namespace: str) -> frozenset[bytes]:
+        """Deleted keys of which it has not been told."""
+        with self._lock:
+            return frozenset(self._owed.get(namespace, ()))
+
+    def forget_owed(self, namespace: str) -> None:
+        """The generation was raised, and nothing of an earlier one is read."""
+        with self._lock:
+            self._owed.pop(namespace, None)
 
     def read(self, body: PeerRead, deadline: Deadline) -> PeerReadAnswer:
         """What it leases, or only has; nothing if it does not answer."""
@@ -142,16 +154,16 @@ class PeerServer:
         try:
             answer = call(timeout_s=patience_s)
         except ServerUnavailable as error:
-            now_s, self._silent_s = self._clock(), min(self._silent_s, began_s)
+            now_s, self._silent_s = self._clock(), min(self._silent_s, max(began_s, self._answered_s))
             if now_s - began_s < patience_s or now_s - self._silent_s >= ASK_S:
                 self.failed(str(error))
             return None
         except ApiError as error:
-            self._silent_s = math.inf
+            self._silent_s, self._answered_s = math.inf, self._clock()
             if error.code not in BUSY:
                 self.failed(str(error))
             return None
-        self._silent_s = math.inf
+        self._silent_s, self._answered_s = math.inf, self._clock()
         return answer
 
     def release(self, lease: int, body: PeerRead) -> None:
@@ -192,6 +204,8 @@ class PeersTier:
         """In another order at each node: where several have a chunk, not all read it from the same one."""
         self.are_many = len(peers) > FEW
         self._notes: dict[bytes, Note] = {}
+        self._deleting: dict[bytes, frozenset[bytes]] = {}
+        """By namespace, deleted keys of which the peers are being told."""
         self._holders: OrderedDict[tuple[bytes, bytes], PeerServer] = OrderedDict()
         self._askers = ThreadPoolExecutor(max(ASKERS, 2 * len(self._peers)), "kvdock-peers")
         self._readers = ThreadPoolExecutor(READERS, "kvdock-peers-read")
@@ -241,8 +255,11 @@ class PeersTier:
         answer = peer.answer(body, deadline)
         if answer is None:
             return None
-        keys = _keys_of(body)
-        there = next((at for at, parts in enumerate(answer.chunks) if not parts), len(answer.chunks))
+        keys, gone = _keys_of(body), self._gone(names[0].namespace)
+        there = next(
+            (at for at, (key, parts) in enumerate(zip(keys, answer.chunks, strict=False)) if not parts or key in gone),
+            min(len(keys), len(answer.chunks)),
+        )
         for key in keys[:there]:
             self._remember(bytes.fromhex(body.namespace), key, peer)
         return Coming(there, answer.coming, answer.lease)
@@ -258,9 +275,11 @@ class PeersTier:
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
         has: set[tuple[bytes, int, int]] = set()
         for body in _reads_of(names):
-            keys = _keys_of(body)
+            keys, gone = _keys_of(body), self._gone(bytes.fromhex(body.namespace))
             for peer, answer in self._ask_all(body, deadline):
                 for key, parts in zip(keys, answer.chunks, strict=False):
+                    if key in gone:
+                        continue
                     has |= {(key, part.group, part.writer) for part in parts}
                     if parts:
                         self._remember(bytes.fromhex(body.namespace), key, peer)
@@ -287,12 +306,16 @@ class PeersTier:
         """Who is asked for which parts: first each part's last known holder, then everybody for what is still missing.
         """
         first: dict[PeerServer, list[int]] = {}
+        gone = {namespace: self._gone(namespace) for namespace in {part.name.namespace for part in parts}}
+        rest = [
+            at for at, part in enumerate(parts)
+            if not part.name.deletion and part.name.key not in gone[part.name.namespace]
+        ]
         with self._lock:
-            for at, part in enumerate(parts):
-                holder = self._holders.get((part.name.namespace, part.name.key))
-                if holder is not None and not part.name.deletion:
+            for at in rest:
+                holder = self._holders.get((parts[at].name.namespace, parts[at].name.key))
+                if holder is not None:
                     first.setdefault(holder, []).append(at)
-        rest = [at for at, part in enumerate(parts) if not part.name.deletion]
         return [*first.items(), *((peer, rest) for peer in self._peers)]
 
     def _load_from(
@@ -387,22 +410,40 @@ class PeersTier:
         if change(Note(before.birth, MAX_GENERATION)).generation > MAX_GENERATION:
             after = Note(before.birth, max(after.generation, int(1000 * self._wall_s())))
         gone = [key for key, number in after.deleted.items() if before.deleted.get(key) != number]
-        if gone:
-            self._tell_deleted(namespace, after.generation, gone, deadline)
-        with self._lock:
-            self._notes[namespace] = after
+        if after.generation > before.generation:
+            for peer in self._peers:
+                peer.forget_owed(namespace.hex())
+        self._deleting[namespace] = frozenset(gone)
+        try:
+            if gone:
+                self._tell_deleted(namespace.hex(), after.generation, gone, deadline)
+            with self._lock:
+                self._notes[namespace] = after
+        finally:
+            self._deleting.pop(namespace, None)
         return after
 
-    def _tell_deleted(self, namespace: bytes, generation: int, keys: Sequence[bytes], deadline: Deadline) -> None:
-        """Raises NotEverywhere: a peer does not answer."""
+    def _tell_deleted(self, namespace: str, generation: int, keys: Sequence[bytes], deadline: Deadline) -> None:
+        """Tells those that have not been told of all of it. Each one that is told may have given the chunks to others
+        meanwhile, which are told once more. Raises NotEverywhere: a peer does not answer."""
+        owed = {peer: peer.owed(namespace) for peer in self._peers}
+        is_again = frozenset(keys) <= frozenset().union(*owed.values())
+        first = [peer for peer in self._peers if not is_again or not owed[peer].isdisjoint(keys)]
+        others = [peer for peer in self._peers if peer not in first]
         untold: set[PeerServer] = set()
-        for begin in range(0, len(keys), MAX_STORE_KEYS):
-            note = PeerNote(namespace.hex(), generation, b"".join(keys[begin : begin + MAX_STORE_KEYS]))
-            asked = [self._askers.submit(peer.tell_deleted, note, deadline) for peer in self._peers]
-            untold |= {peer for peer, one in zip(self._peers, asked, strict=True) if not one.result()}
+        for peers in (first, others):
+            asked = [self._askers.submit(peer.tell_deleted, namespace, generation, keys, deadline) for peer in peers]
+            untold |= {peer for peer, one in zip(peers, asked, strict=True) if not one.result()}
+            if len(untold) == len(first):
+                break  # nobody was told
         if untold:
             names = ", ".join(sorted(peer.address for peer in untold))
             raise NotEverywhere(TIER, f"a deletion is not known yet at {names}")
+
+    def _gone(self, namespace: bytes) -> frozenset[bytes]:
+        """Deleted keys that some peer may still have, and others may have read there again."""
+        owed = (peer.owed(namespace.hex()) for peer in self._peers)
+        return self._deleting.get(namespace, frozenset()).union(*owed)
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
         """Returns an empty list: peers are asked about namespaces that this node serves."""

@@ -72,8 +72,8 @@ GC_THRESHOLDS = (20_000, 1000, 1_000_000)
 what many calls make within YOUNG_S. All others have turns of their own (`collect_garbage`). None walks records of
 sessions, requests and chunks: they are structs with gc=False, and no cycle contains one."""
 NO_CORE_BYTES = 1
-"""The limit of a core dump, which would have sessions' ids and access tokens. Nothing is dumped then; with a limit of
-0, Linux still hands the dump to a program that `core_pattern` names."""
+"""The limit of a core dump. Nothing is dumped then; with a limit of 0, Linux still hands the dump to a program that
+`core_pattern` names."""
 GRACE_S = 1
 """How long calls in flight may take to end at shutdown, in every case."""
 LIVE = frozenset(Limits.__struct_fields__)
@@ -276,9 +276,19 @@ def _prepare_process() -> None:
     """Before there is a pool to lose. Raises StartupError: not_installed."""
     check_uvicorn(uvicorn.__version__)
     sys.setswitchinterval(SWITCH_S)
+    _prevent_core_dumps()
+
+
+def _prevent_core_dumps() -> None:
+    """A core dump would have sessions' ids and access tokens."""
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    with suppress(OSError, ValueError):  # the system allows less, or forbids to change it
+    try:
         resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE_BYTES, hard))
+    except (OSError, ValueError):  # the system allows less, or forbids to change it: a dump has no memory then
+        try:
+            Path("/proc/self/coredump_filter").write_text("0", encoding="ascii")
+        except OSError as error:
+            log.warning("core dumps of this process may have access tokens: %s", error)
 
 
 async def _settle() -> None:

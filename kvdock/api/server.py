@@ -22,7 +22,7 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -37,7 +37,6 @@ from starlette.types import ASGIApp
 from kvdock import __version__
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
-from kvdock.api.background import Background
 from kvdock.api.build import build, create_app
 from kvdock.api.clock import Clocks
 from kvdock.api.errors import AccessFileError, SettingsError, StartupError
@@ -72,8 +71,8 @@ GC_THRESHOLDS = (20_000, 1000, 1_000_000)
 what many calls make within YOUNG_S. All others have turns of their own (`collect_garbage`). None walks records of
 sessions, requests and chunks: they are structs with gc=False, and no cycle contains one."""
 NO_CORE_BYTES = 1
-"""The limit of a core dump, which would have sessions' ids and access tokens. Nothing is dumped then; with a limit of
-0, Linux still hands the dump to a program that `core_pattern` names."""
+"""The limit of a core dump. Nothing is dumped then; with a limit of 0, Linux still hands the dump to a program that
+`core_pattern` names."""
 GRACE_S = 1
 """How long calls in flight may take to end at shutdown, in every case."""
 LIVE = frozenset(Limits.__struct_fields__)
@@ -217,7 +216,7 @@ class Server:
                 if mover is not None:
                     await mover.stop()
 
-            async def announce() -> None:
+            async def say_ready() -> None:
                 await keeper.ready.wait()
                 self._journal.publish(Ready(address=addresses.unix, pool_bytes=settings.pool_bytes))
                 await _settle()
@@ -227,8 +226,10 @@ class Server:
             app = create_app(settings, parts, lifespan)
             connections = connection_class(connection_limits(settings), parts.meter)
             self._uvicorn = _Uvicorn(
-                uvicorn_config(app, connections), parts.background, announce, rereading.run, drain,
-                lambda: self._publish_drain(pool), self._manager.alive,
+                uvicorn_config(app, connections), self._terminal,
+                lambda: parts.background.once("announcing the server", say_ready()),
+                lambda: parts.background.once("reading settings and access tokens again", rereading.run()),
+                drain, lambda: self._publish_drain(pool), self._manager.alive,
             )
             self._uvicorn.should_exit = self._stop_wanted.is_set()
             for number in self._early:
@@ -276,9 +277,19 @@ def _prepare_process() -> None:
     """Before there is a pool to lose. Raises StartupError: not_installed."""
     check_uvicorn(uvicorn.__version__)
     sys.setswitchinterval(SWITCH_S)
+    _prevent_core_dumps()
+
+
+def _prevent_core_dumps() -> None:
+    """A core dump would have sessions' ids and access tokens."""
     _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    with suppress(OSError, ValueError):  # the system allows less, or forbids to change it
+    try:
         resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE_BYTES, hard))
+    except (OSError, ValueError):  # the system allows less, or forbids to change it: a dump has no memory then
+        try:
+            Path("/proc/self/coredump_filter").write_text("0", encoding="ascii")
+        except OSError as error:
+            log.warning("core dumps of this process may have access tokens: %s", error)
 
 
 async def _settle() -> None:
@@ -318,7 +329,8 @@ async def _serve_tiers(keeper: Keeper, mover: MoverProcess) -> None:
     await mover.run()
 
 
-_Work = Callable[[], Coroutine[None, None, None]]
+_Begin = Callable[[], object]
+"""Begins some work in the background."""
 
 
 class Terminal:
@@ -346,21 +358,20 @@ class _Uvicorn(uvicorn.Server):
     """uvicorn that announces itself, drains, and exits with status 0 after a signal."""
 
     def __init__(
-        self, config: uvicorn.Config, background: Background, announce: _Work, reread: _Work, drain: Drain,
+        self, config: uvicorn.Config, terminal: Terminal, announce: _Begin, reread: _Begin, drain: Drain,
         publish_drain: Callable[[], None], show_life: Callable[[], None],
     ) -> None:
         """`show_life` is called every 0.1 s."""
         super().__init__(config)
-        self._background, self._announce, self._reread = background, announce, reread
+        self._terminal, self._announce, self._reread = terminal, announce, reread
         self._publish_drain = publish_drain
         self._drain, self._show_life = drain, show_life
         self._has_published = False
         self._wants_reread = False
-        self._terminal = Terminal()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._background.once("announcing the server", self._announce())
+        self._announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first SIGTERM drains, and so does the end of the terminal; SIGHUP otherwise has settings and tokens read
@@ -389,7 +400,7 @@ class _Uvicorn(uvicorn.Server):
             self._publish_drain()
         if self._wants_reread:
             self._wants_reread = False
-            self._background.once("reading settings and access tokens again", self._reread())
+            self._reread()
         return await super().on_tick(counter) or self._drain.ended()
 
     @contextmanager

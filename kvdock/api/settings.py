@@ -30,6 +30,7 @@ from kvdock.protocol.access import (
     default_socket_path,
 )
 from kvdock.protocol.admin_schemas import Eviction, TierKeep
+from kvdock.protocol.errors import without_password
 from kvdock.protocol.readable import LogFormat, LogLevel, exact_bytes
 
 GIB = 1 << 30
@@ -47,7 +48,6 @@ OTHER_VARIABLES = frozenset({CONFIG_VARIABLE, TOKEN_FILE_VARIABLE, ADDRESS_VARIA
 STORE_SETTINGS = {"peers": "peers_url", "mooncake": "mooncake_url", "redis": "redis_url", "objects": "objects_url"}
 """Stores that have a setting of their own, the quickest first. All others are in `tier_urls`."""
 _STORE = re.compile(r"([a-z][a-z0-9_-]*)=(\S+)")
-_URL = re.compile(r"https?://[^/\s]+(/\S*)?", re.IGNORECASE)
 _ADDRESS = re.compile(r"https?://([\w.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?(/[^\s?#;@]*)?", re.IGNORECASE)
 """A URL with nothing in it that may be secret."""
 _ZMQ = re.compile(r"tcp://(\*|[^\s:/]+|\[[0-9a-fA-F:]+\]):\d{1,5}|ipc://\S{1,100}")
@@ -418,7 +418,7 @@ def _check_stores(settings: Settings) -> None:
     for part in settings.tier_urls.split():
         match = _STORE.fullmatch(part)
         if match is None:
-            raise SettingsError(f"tier_urls wanted name=url, separated by spaces; found {part!r}")
+            raise SettingsError(f"tier_urls wanted name=url, separated by spaces; found {without_password(part)!r}")
         name = match[1]
         if name == "disk" or name in STORE_SETTINGS:
             own = STORE_SETTINGS.get(name, "disk_path")
@@ -435,15 +435,11 @@ def _check_traces(settings: Settings, given: set[str]) -> Settings:
         if "traces_endpoint" in given:
             raise SettingsError(f"traces_endpoint wanted traces in observe={settings.observe!r} as well")
         return msgspec.structs.replace(settings, traces_endpoint="")
-    if is_on and not _URL.fullmatch(endpoint):
-        raise SettingsError(
-            f"observe={settings.observe!r} wanted traces_endpoint, or {OTLP_VARIABLE}, as http://host:4318, for where "
-            f"traces are sent; found {endpoint!r}"
-        )
     if is_on and not _ADDRESS.fullmatch(endpoint):
         raise SettingsError(
-            "traces_endpoint wanted an address like http://host:4318, without user name and password or parameters; "
-            "found another: secrets go into OTEL_EXPORTER_OTLP_HEADERS"
+            f"traces_endpoint wanted an address like http://host:4318, in it or in {OTLP_VARIABLE}, without user name "
+            f"and password or parameters, for observe={settings.observe!r}; found {'another' if endpoint else 'none'}: "
+            "secrets go into OTEL_EXPORTER_OTLP_HEADERS"
         )
     return settings
 
@@ -454,7 +450,9 @@ def _check_passwords(settings: Settings) -> None:
         try:
             found = urlsplit(url).password
         except ValueError:
-            continue  # it is refused when the tier is opened
+            raise SettingsError(
+                f"the URL of the tier {name}: found one that cannot be read, wanted SCHEME://HOST:PORT"
+            ) from None
         if found is not None:
             raise SettingsError(
                 f"the URL of the tier {name}: found a password, wanted it in a file or an environment variable, "
@@ -471,7 +469,7 @@ def _check_kv_events(settings: Settings) -> None:
     endpoints = {name: getattr(settings, name) for name in ("kv_events_endpoint", "kv_events_replay_endpoint")}
     for name, endpoint in endpoints.items():
         if endpoint and not _ZMQ.fullmatch(endpoint):
-            raise SettingsError(f"{name}={endpoint!r} wanted tcp://host:port or ipc://path")
+            raise SettingsError(f"{name}={without_password(endpoint)!r} wanted tcp://host:port or ipc://path")
         if _is_beyond_loopback(endpoint) and settings.kv_events_readers == "loopback":
             raise SettingsError(
                 f"{name}={endpoint!r} wanted an address on loopback, or kv_events_readers=anybody: whoever reaches the "

@@ -24,7 +24,7 @@ import msgspec
 
 from kvdock.protocol.access import NOBODY, require_trusted_server
 from kvdock.protocol.calls import Call
-from kvdock.protocol.errors import ApiError, KvdockError, ServerUnavailable
+from kvdock.protocol.errors import ApiError, KvdockError, ServerUnavailable, without_password
 from kvdock.protocol.forms import decoder_of
 from kvdock.protocol.reports import Problem
 
@@ -58,8 +58,9 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, *, trusts_service: bool = False, trusted_uid: int = NOBODY) -> Address:
-        """Also accepts `host:port` and `/path`. Raises ValueError, which names the text."""
-        wrong = ValueError(f"address found {text!r}, wanted unix:/path or http://host:port")
+        """Also accepts `host:port` and `/path`. Raises ValueError, which names the text; what may be a password is
+        left out of it."""
+        wrong = ValueError(f"address found {without_password(text)!r}, wanted unix:/path or http://host:port")
         if text.startswith(("unix:", "/")):
             path = text.removeprefix("unix:").removeprefix("//")
             if path.startswith("/"):
@@ -72,7 +73,8 @@ class Address(NamedTuple):
             port = url.port
         except ValueError as error:  # a port out of range, a bracket without its end
             raise wrong from error
-        if url.scheme == "http" and url.hostname and url.path in ("", "/") and not url.query:
+        is_plain = url.path in ("", "/") and not url.query and url.username is None
+        if url.scheme == "http" and url.hostname and is_plain:
             return cls(spelled, "", url.hostname, 80 if port is None else port)
         raise wrong
 

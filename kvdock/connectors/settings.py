@@ -10,6 +10,7 @@ from typing import ClassVar, Self
 from kvdock.connectors.cost import LoadLimits
 from kvdock.connectors.errors import NotSupportedError, SettingError
 from kvdock.protocol.access import NOBODY, default_address, trusted_uid_in
+from kvdock.protocol.errors import without_password
 
 MOST_WAIT_S = 1.0
 """The largest lookup_wait_s: a longer wait in an engine's scheduling loop costs more than it gains."""
@@ -87,7 +88,7 @@ class EngineSettings(LoadLimits):
             raise NotSupportedError(f"{where}: {error}.") from error
         if not made.address.startswith(("unix:", "http://")):
             raise NotSupportedError(
-                f"{where}: address is {made.address!r}, and unix:/path or http://host:port is wanted."
+                f"{where}: address is {without_password(made.address)!r}, and unix:/path or http://host:port is wanted."
             )
         if made.pack not in PACK:
             raise NotSupportedError(f"{where}: pack is {made.pack!r}, and one of {', '.join(PACK)} is wanted.")

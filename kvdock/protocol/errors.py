@@ -149,6 +149,12 @@ def without_session_secrets(text: str) -> str:
     return _SESSION.sub(r"\1", text)
 
 
+def without_password(address: str) -> str:
+    """An address or a URL, even one that cannot be read, without all that stands before its last `@`."""
+    before, at, rest = address.rpartition("@")
+    return f"…@{rest}" if before or at else rest
+
+
 def problem_of(code: str, detail: str, *, found: object = None, wanted: object = None, path: str = "") -> Problem:
     """For the server: problem details for one of CODES. `type` is the code's entry on the /docs page."""
     status, title = CODES[code]

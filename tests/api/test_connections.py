@@ -302,6 +302,36 @@ def test_a_tenant_that_holds_connections_keeps_nobody_out(tmp_path: Path) -> Non
             assert answered(sock)[0] == 200
 
 
+@pytest.mark.parametrize("first", [b"", b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n"], ids=["alone", "second"])
+def test_a_tenant_whose_answers_never_end_keeps_nobody_out(first: bytes, tmp_path: Path) -> None:
+    """It has half of the connections, though none of them waits; what it asks beyond is refused, and a probe from its
+    address, which may be a proxy's, is served."""
+    token = "kvd_" + "t" * 43
+    stream = b"GET /v1/events?follow=true HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    asked = (first + stream).replace(b"\r\n\r\n", f"\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
+    with quick_server(str(tmp_path), entry("team", token, ["read"], "team"), tcp_connections=8) as quick, \
+            ExitStack() as held:
+        streams = [held.enter_context(wire(quick.http)) for _ in range(4)]
+        for sock in streams:
+            sock.sendall(asked)
+            found = b""
+            while found.count(b"HTTP/1.1 200 ") < asked.count(b"GET"):
+                found += sock.recv(1 << 16)
+        for _ in range(4):
+            sock = held.enter_context(wire(quick.http))
+            sock.sendall(asked)
+            status, problem = answered(sock)
+            assert (status, b'"too_busy"' in problem, b'"found":4,"wanted":"< 4"' in problem) == (503, True, True)
+        for _ in range(4):
+            sock = held.enter_context(wire(quick.http))
+            sock.sendall(NO_TOKEN)
+            assert answered(sock)[0] == 200, "there is room for a probe"
+        assert not any(map(is_closed, streams)), "whoever reads an answer keeps its connection"
+        streams[0].close()
+        token_header = {"Authorization": f"Bearer {token}"}
+        eventually(lambda: raw(quick.http, "GET", "/v1/status", b"", token_header)[0] == 200)
+
+
 def test_a_stranger_that_is_answered_does_not_give_way(tmp_path: Path) -> None:
     with quick_server(str(tmp_path), tcp_connections=2, stranger_idle_s=1) as quick, ExitStack() as held:
         first = held.enter_context(wire(quick.http))

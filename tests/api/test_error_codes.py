@@ -116,7 +116,7 @@ def test_before_the_first_segment_nobody_attaches_and_probes_say_why(tmp_path: P
         app = create_app(settings, parts)
 
         async def own(scope: Scope, receive: Receive, send: Send) -> None:
-            await app({**scope, "state": {"peer": of_user(os.geteuid())}}, receive, send)
+            await app({**scope, "state": {"peer": of_user(os.geteuid()), "connection": lambda: None}}, receive, send)
 
         transport = httpx.ASGITransport(own)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from adoption_helpers import next_at
 from api_helpers import ServerProcess, attach, kept_of, keys
@@ -90,6 +91,15 @@ def test_a_damaged_order_to_tiers_clears_them_and_is_never_another_order(tmp_pat
         path.write_bytes(flipped(whole, source))
         (order,) = orders.read(["disk", "redis"])
         assert (order.namespace, order.keys, order.tiers) == ("", b"", ["disk", "redis"])
+
+
+def test_orders_that_were_kept_before_there_were_seals_are_carried_out(tmp_path: Path) -> None:
+    path = tmp_path / "kvdock.sock.orders"
+    kept = Order(number=3, namespace="ab" * 32, tiers=["disk"], least=7)
+    path.write_bytes(msgspec.msgpack.encode({"version": 1, "orders": [kept]}))
+    assert OrderFile(path).read(["disk", "redis"]) == [kept], "and all else in the tiers stays"
+    path.write_bytes(msgspec.msgpack.encode({"version": 1, "orders": [[[[]]]]}))
+    assert [one.namespace for one in OrderFile(path).read(["disk"])] == [""], "it may have named anything"
 
 
 def test_a_server_starts_and_says_that_quotas_and_history_were_damaged() -> None:

@@ -169,6 +169,15 @@ def test_a_server_that_crashes_dumps_nothing_whatever_the_limit_of_its_user(monk
         assert not [*Path.cwd().glob("core*"), *Path("/").glob("core*")]
 
 
+def test_where_the_limit_of_core_dumps_cannot_be_raised_a_dump_has_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a hard limit of 0, a program that `core_pattern` names still gets the dump."""
+    forbidden = partial(resource.setrlimit, resource.RLIMIT_CORE, (0, 0))
+    monkeypatch.setattr(ServerProcess, "before", staticmethod(forbidden))
+    with mortal() as server:
+        assert core_limit(server.process.pid) == "0"
+        assert int(Path(f"/proc/{server.process.pid}/coredump_filter").read_text(), 16) == 0
+
+
 PASSWORD = "hunter2-hunter2"
 
 

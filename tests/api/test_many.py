@@ -21,6 +21,7 @@ from api_helpers import attach_body, manifest
 from app_rig import CHAIN, OWN, Rig, ask, opened
 from turns import Turns, quickest, turns_of
 
+from kvdock._core import Table
 from kvdock.api.feeds.kv import BATCH_CHUNKS, KvLog, KvStream, Source
 from kvdock.api.pool.quotas import tenant_id
 from kvdock.api.pool.registry import MemberRecord
@@ -28,6 +29,7 @@ from kvdock.api.reports.lists import MOST_MEMBERS, NAMESPACES_OF_PAGE, REQUESTS_
 from kvdock.api.reports.metrics import CLASSIC
 from kvdock.api.turns import SLICE_S, Slices
 from kvdock.protocol import schemas as s
+from kvdock.protocol.admin_schemas import Quota
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.kv_events import named
 
@@ -159,16 +161,35 @@ MOST_RATIO = 8.0
 """It was 15: the table was asked for each tenant."""
 
 
+def tenants_of(table: Table) -> list[str]:
+    """900, each with a namespace."""
+    tenants = [f"tenant-{number}" for number in range(TENANTS)]
+    for tenant in tenants:
+        table.add_namespace(
+            hashlib.sha256(tenant.encode()).digest(), chunk_tokens=16, block_tokens=4, writers=1,
+            groups=[("full", 0, 4096)], tenant=tenant_id(tenant),
+        )
+    return tenants
+
+
+def test_after_a_restart_a_round_of_the_keeper_hashes_each_tenants_name_once() -> None:
+    """Each of 900 has a quota of its own and has not attached yet, and one tenant may have fewer namespaces than they
+    have."""
+    with opened() as made:
+        quotas = made.parts.keeper._quotas
+        for tenant in tenants_of(made.pool.table):
+            quotas.put(tenant, Quota(namespaces=1))
+        quotas.put("none", Quota(namespaces=0))
+        assert quotas.empty_left(64) == 0
+        hashed_s = median_s(lambda: [tenant_id(tenant) for tenant in quotas._put])
+        assert median_s(lambda: quotas.empty_left(64)) < MOST_RATIO * hashed_s
+
+
 def test_a_round_of_the_keeper_asks_once_for_all_tenants() -> None:
     """Each of 900 that are within their quotas."""
     with opened() as made:
         table, quotas = made.pool.table, made.parts.keeper._quotas
-        for number in range(TENANTS):
-            tenant = f"tenant-{number}"
-            table.add_namespace(
-                hashlib.sha256(tenant.encode()).digest(), chunk_tokens=16, block_tokens=4, writers=1,
-                groups=[("full", 0, 4096)], tenant=tenant_id(tenant),
-            )
+        for tenant in tenants_of(table):
             quotas._names.put(tenant_id(tenant), tenant)
 
         assert len(table.tenants()) >= TENANTS and quotas.empty_left(64) == 0

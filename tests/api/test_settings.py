@@ -114,12 +114,25 @@ SECRET = "hunter2-hunter2"
     for rest in (f"?api_key={SECRET}", f"#{SECRET}", f";key={SECRET}", f"{SECRET}@")
 ] + [
     {"redis_url": f"redis://me:{SECRET}@host"}, {"objects_url": f"s3://key:{SECRET}@bucket"},
+    {"observe": "traces", "traces_endpoint": f"grpc://me:{SECRET}@host:4317"},
+    {"observe": "traces", "traces_endpoint": f"http://me:{SECRET} @host:4317"},
     {"tier_urls": f"cellar=cellar://me:{SECRET}@host"}, {"tier_urls": f"a=a://h b=b://:{SECRET}@h"},
 ], ids=lambda values: str(values).replace(SECRET, "SECRET"))
 def test_no_secret_is_taken_in_the_url_of_any_setting(values: dict[str, object]) -> None:
     with pytest.raises(SettingsError) as refused:
         Settings.load(values)
     assert SECRET not in str(refused.value) and "password" in str(refused.value)
+
+
+@pytest.mark.security
+@pytest.mark.parametrize("values", [
+    {"redis_url": f"redis://:{SECRET}@[::1:6379"}, {"tier_urls": f"redis://:{SECRET}@host"},
+    {"observe": "kv_events", "kv_events_endpoint": f"tcp://me:{SECRET}@host:1"},
+], ids=["no URL", "no name", "no address"])
+def test_an_address_that_cannot_be_read_is_refused_without_its_password(values: dict[str, object]) -> None:
+    with pytest.raises(SettingsError) as refused:
+        Settings.load(values)
+    assert SECRET not in str(refused.value) and "wanted" in str(refused.value)
 
 
 @pytest.mark.security

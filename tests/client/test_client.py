@@ -30,6 +30,14 @@ def test_an_address_of_another_form_is_refused_by_its_text(text: str) -> None:
         Address.parse(text)
 
 
+@pytest.mark.security
+@pytest.mark.parametrize("text", ["http://me:hunter2@h:1", "http://:hunter2@[::1:7410"])
+def test_a_password_in_an_address_is_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(ValueError, match="wanted unix:/path or http://host:port") as refused:
+        Address.parse(text)
+    assert "hunter2" not in str(refused.value)
+
+
 @pytest.mark.parametrize(("text", "wanted"), [
     ("localhost:7410", ("http://localhost:7410", "", "localhost", 7410)),
     ("127.0.0.1:80", ("http://127.0.0.1:80", "", "127.0.0.1", 80)),

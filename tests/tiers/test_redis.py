@@ -88,6 +88,18 @@ def test_a_password_in_the_url_is_refused_and_not_repeated() -> None:
     assert "sesame" not in str(caught.value)
 
 
+@pytest.mark.security
+@pytest.mark.parametrize("url", [
+    "redis://:sesame@[::1:6379", "redis://:sesame\uff0f@host", "redis://:#sesame@host", "redis://:?sesame@host",
+    "redis://:sesame/@host", "redis://:/sesame@host",
+])
+def test_a_url_that_cannot_be_read_is_refused_without_its_password(url: str) -> None:
+    """A password has to be refused also where one of its characters ends the part of the URL in which it stands."""
+    with pytest.raises(TierUrlError) as caught:
+        read_settings(url, {})
+    assert "sesame" not in str(caught.value)
+
+
 def test_without_redis_py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(TierError, match=r"pip install 'kvdock\[redis\]'"):

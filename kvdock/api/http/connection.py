@@ -81,7 +81,8 @@ class ConnectionCount:
     Strangers are callers that have shown no token on the connection. They may take all that is free, but from one
     address no more than a share; and where there is no room, the stranger that has waited longest gives way. So
     whoever opens connections and keeps them stops nobody else: neither probes, which have no token, nor people.
-    A tenant has no more than a share either: of its own, the one that has waited longest gives way.
+    A tenant has no more than a share either: of its own, the one that has waited longest gives way to a new one, which
+    is refused if none waits.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -103,10 +104,9 @@ class ConnectionCount:
         """The connections of a tenant; None: the server's own user may have all."""
         return None if tenant == OWN_TENANT else self._of_tenants.setdefault(tenant, {})
 
-    def keep_share(self, among: dict[Connection, None]) -> None:
-        """One of the connections gives way if they are too many."""
-        if len(among) > self._share:
-            _give_way(list(among))
+    def make_room_among(self, tenants: dict[Connection, None]) -> bool:
+        """Whether one more fits within the share of a tenant, after one of its own has given way if need be."""
+        return len(tenants) < self._share or _give_way(tenants)
 
 
 def _give_way(strangers: Iterable[Connection]) -> bool:
@@ -137,7 +137,7 @@ class Turns(NamedTuple):
 
 class Connection(HttpToolsProtocol):
     """Made by connection_class, which gives all connections of a server what they share. Each call of a connection has
-    its Peer in `scope["state"]["peer"]`; one of a Unix connection has a reference to it in `["connection"]`."""
+    its Peer in `scope["state"]["peer"]`, and a weak reference to the connection in `["connection"]`."""
 
     limits: ClassVar[ConnectionLimits]
     meter: ClassVar[Meter]
@@ -170,9 +170,8 @@ class Connection(HttpToolsProtocol):
             self.transport = transport
             transport.abort()
             return
-        self.app_state = {**self.app_state, "peer": peer}
-        if peer.is_unix:
-            self.app_state["connection"] = weakref.ref(self)  # a plain reference keeps it alive after its end
+        # a plain reference would keep it alive after its end
+        self.app_state = {**self.app_state, "peer": peer, "connection": weakref.ref(self)}
         super().connection_made(transport)
         count = self.counts.unix if peer.is_unix else self.counts.tcp
         self.address = peer.name if peer.is_unix else (self.client or ("", 0))[0]
@@ -226,21 +225,29 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def _is_heard(self) -> None:
-        """Whoever is heard comes last among those that it shares with; a caller that has shown a token is no stranger
-        from then on."""
+        """Whoever is heard comes last among those that it shares with."""
+        if self._among is not None:
+            self._among[self] = self._among.pop(self)
+
+    def has_shown(self, tenant: str) -> None:
+        """Called before a call whose token is the tenant's is answered: the connection is no stranger's from then on,
+        even if the answer never ends. Raises ApiError: too_busy, if the tenant has its share already and none of its
+        connections waits."""
         count, among = self._counted, self._among
         if count is None or among is None:
             return
+        tenants = count.of_tenant(tenant)
+        if tenants is among:
+            return
+        if tenants is not None:
+            if not count.make_room_among(tenants):
+                raise ApiError(
+                    "too_busy", f"the tenant has as many {count.name} connections as it may have, and all are in use",
+                    found=len(tenants), wanted=f"< {len(tenants)}",
+                )
+            tenants[self] = None
         del among[self]
-        tenant: str | None = None if self._running is None else self._running.scope["state"]["peer"].tenant
-        if tenant is None:
-            among[self] = None
-        else:
-            self.timeout_keep_alive = self.limits.idle_s
-            self._among = count.of_tenant(tenant)
-            if self._among is not None:
-                self._among[self] = None
-                count.keep_share(self._among)
+        self._among, self.timeout_keep_alive = tenants, self.limits.idle_s
 
     def connection_lost(self, exc: Exception | None) -> None:
         """After a reset, ends now what a call would still use, and the rest when it is its turn: the process that ends
@@ -354,8 +361,6 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None:
             return
         self._is_heard()
-        if self._counted is None:
-            return  # it was the one that gave way
         self._unset_keepalive_if_required()
         arriving = self._arriving
         arriving.quiet_bytes += len(data)

@@ -74,8 +74,7 @@ class Dispatch:
             raise
         else:
             traceparent = answer.traceparent
-            reference = scope["state"].get("connection")
-            connection: Connection | None = None if reference is None else reference()
+            connection: Connection | None = scope["state"]["connection"]() if is_unix else None
             if connection is None or not answer.media_type or not connection.answer(scope, _whole(answer)):
                 await _send(send, 200 if answer.media_type else 204, answer, is_unix)
         took_ns = self._meter.now_ns() - started_ns

@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.access.peer import Peer, log_refusal
+from kvdock.api.http.connection import Connection
 from kvdock.api.http.openapi import scope_of
 from kvdock.api.http.wire import COMMON_HEADERS, REFUSAL, problem_response, refusal
 from kvdock.api.record.timings import Meter
@@ -50,7 +51,7 @@ class Checks:
 
     def admit(self, scope: Scope, headers: Mapping[bytes, bytes], wanted: CallScope) -> Peer:
         """The caller, which is in `scope["state"]["peer"]` from now on. Raises ApiError: wrong_host, cross_site,
-        unauthenticated, forbidden, unsupported_version."""
+        unauthenticated, too_busy (Connection.has_shown), forbidden, unsupported_version."""
         peer: Peer = scope["state"]["peer"]
         if not peer.is_unix:
             self._check_host(headers)
@@ -58,6 +59,9 @@ class Checks:
         authorization = headers.get(b"authorization")
         if authorization is not None:
             peer = scope["state"]["peer"] = self._access.peer_of(authorization, peer)
+            connection: Connection | None = scope["state"]["connection"]()
+            if connection is not None and peer.tenant is not None:
+                connection.has_shown(peer.tenant)
         peer.require(wanted)
         version = headers.get(_VERSION_HEADER)
         if version is not None and version not in _VERSIONS:

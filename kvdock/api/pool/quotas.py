@@ -171,19 +171,17 @@ class Quotas:
         many."""
         limits = [quota.namespaces for quota in (self._default, *self._put.values()) if quota.namespaces is not None]
         least = min(limits, default=MAX_NAMESPACES)
-        for view in self._table.tenants():
-            if view.namespaces <= least or (tenant := self._name(view.tenant)) is None:
+        many = [view for view in self._table.tenants() if view.namespaces > least]
+        put = {tenant_id(tenant): tenant for tenant in self._put} if many else {}
+        for view in many:
+            tenant = self._names.get(view.tenant) or put.get(view.tenant)
+            if tenant is None:
                 continue
             limit = self.of(tenant).namespaces
             is_over = limit is not None and view.namespaces > limit
             if is_over and (gone := self._table.empty_left(0, max_chunks, view.tenant)):
                 return gone
         return 0
-
-    def _name(self, number: bytes) -> str | None:
-        """The name of a tenant that has attached to this server or has a quota of its own; None: it is not known."""
-        known = self._names.get(number)
-        return known if known is not None else next((one for one in self._put if tenant_id(one) == number), None)
 
     def grants_refusal(self, session: SessionRecord) -> ApiError | None:
         """The reason why the session's tenant may open no further grant; None: it may."""

@@ -45,6 +45,8 @@ be (kvdock/tiers/notes.py)."""
 CLEAR_SLICE_RECORDS = 1024
 FILE_VERSION = 1
 MOST_FILE_BYTES = 256 << 20
+UNSEALED = b"\x82\xa7version\x01"
+"""The first bytes of a file of version 1 without a seal, as servers wrote it before there were seals."""
 
 
 class _Kept(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,10 +66,12 @@ class OrderFile:
         """The orders that an earlier server has left. A file that cannot be read may have named anything, so then the
         order is to clear all that `tiers` have."""
         try:
-            kept = msgspec.msgpack.decode(unsealed(read_regular(self._path, MOST_FILE_BYTES)), type=_Kept)
+            content = read_regular(self._path, MOST_FILE_BYTES)
+            plain = content if content.startswith(UNSEALED) else unsealed(content)
+            kept = msgspec.msgpack.decode(plain, type=_Kept)
         except FileNotFoundError:
             return []
-        except (OSError, ValueError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
             log.error("%s cannot be read, so all that lower tiers have is cleared: %s", self._path, error)
             return [m.Order(number=0, namespace="", tiers=list(tiers), least=0)] if tiers else []
         if kept.version != FILE_VERSION:

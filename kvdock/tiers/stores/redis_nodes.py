@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from kvdock.protocol.errors import without_password
 from kvdock.tiers.stores.resp import SLICE_S, ErrorReply, OutOfTime, Reply, Wire, WireError, command
 from kvdock.tiers.stores.urls import existing_file, read_url, some_text, whole, yes_or_no
 from kvdock.tiers.tier import Deadline, TierError, TierUrlError
@@ -71,10 +72,12 @@ def read_settings(url: str, environment: Mapping[str, str]) -> Settings:
         try:
             address = Address(parts.hostname or "localhost", parts.port or DEFAULT_PORT)
         except ValueError:
-            raise TierUrlError(f"{scheme}: found {parts.netloc!r}, wanted a port from 1 to 65535") from None
+            raise TierUrlError(f"{scheme}: found another, wanted a port from 1 to 65535") from None
         if path := parts.path.strip("/"):
             if not path.isdecimal() or "db" in options:
-                raise TierUrlError(f"{scheme}: found the path /{path}, wanted the number of a database, once")
+                raise TierUrlError(
+                    f"{scheme}: found the path /{without_password(path)}, wanted the number of a database, once"
+                )
             options["db"] = int(path)
     if options.get("cluster") and (options.get("db") or scheme == "unix"):
         raise TierUrlError(f"{scheme}: found a database or a Unix socket with cluster=yes, wanted neither")

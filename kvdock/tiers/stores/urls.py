@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
+from kvdock.protocol.errors import without_password
 from kvdock.tiers.tier import TierUrlError
 
 _SIZE: Final = re.compile(r"(\d+)(|KiB|MiB|GiB|TiB)", re.ASCII)
@@ -28,8 +29,8 @@ def read_url(url: str, schemes: tuple[str, ...], options: Mapping[str, Callable[
     ValueError with what is wanted. Raises TierUrlError."""
     try:
         parts = urlsplit(url)
-    except ValueError as error:
-        raise TierUrlError(f"found {url!r}, wanted a URL: {error}") from None
+    except ValueError:  # its text may have a part of the URL, and so of a password
+        raise TierUrlError("found a URL that cannot be read, wanted SCHEME://HOST:PORT") from None
     if parts.scheme not in schemes:
         raise TierUrlError(f"found a URL of scheme {parts.scheme!r}, wanted one of {', '.join(schemes)}")
     if parts.password is not None:
@@ -38,11 +39,14 @@ def read_url(url: str, schemes: tuple[str, ...], options: Mapping[str, Callable[
             "because all users of the machine can read command lines"
         )
     if parts.fragment:
-        raise TierUrlError(f"{parts.scheme}: found #{parts.fragment} in the URL, wanted no fragment")
+        raise TierUrlError(f"{parts.scheme}: found #{without_password(parts.fragment)} in the URL, wanted no fragment")
     values: dict[str, Any] = {}
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name not in options:
-            raise TierUrlError(f"{parts.scheme}: found parameter {name!r}, wanted one of {', '.join(sorted(options))}")
+            raise TierUrlError(
+                f"{parts.scheme}: found parameter {without_password(name)!r}, wanted one of "
+                f"{', '.join(sorted(options))}"
+            )
         if name in values:
             raise TierUrlError(f"{parts.scheme}: found parameter {name!r} twice, wanted it once")
         try:

@@ -15,6 +15,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Final, Self
 
+from kvdock.protocol.errors import without_password
 from kvdock.tiers.stores.urls import read_url, some_bytes, some_text, whole, yes_or_no
 from kvdock.tiers.tier import Deadline, NotInstalled, TierError, TierUrlError
 
@@ -63,7 +64,9 @@ class MooncakeSettings:
         except ValueError:
             host = port = None
         if not host or not port or parts.username is not None or parts.path not in ("", "/"):
-            raise TierUrlError(f"found {url!r}, wanted mooncake://HOST:PORT with the master's address, and parameters")
+            raise TierUrlError(
+                f"found {without_password(url)!r}, wanted mooncake://HOST:PORT of the master, and parameters"
+            )
         if "device" in options and options.get("protocol") != "rdma":
             raise TierUrlError(f"mooncake: found device={options['device']!r} without protocol=rdma, wanted both")
         if "contribute" in options:

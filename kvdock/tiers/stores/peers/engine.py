@@ -13,6 +13,7 @@ from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
 from kvdock.client.transport import Address
+from kvdock.protocol.errors import without_password
 from kvdock.tiers.stores.peers.gate import Gate, own_sockets
 from kvdock.tiers.stores.urls import existing_file, read_url, some_text, whole
 from kvdock.tiers.tier import NotInstalled, TierError, TierUrlError
@@ -44,7 +45,9 @@ class PeersSettings:
         except ValueError:
             is_right = False
         if not is_right or parts.path not in ("", "/"):
-            raise TierUrlError(f"found {url!r}, wanted peers://HOST:PORT,HOST:PORT with the servers of other nodes")
+            raise TierUrlError(
+                f"found {without_password(url)!r}, wanted peers://HOST:PORT,HOST:PORT with the servers of other nodes"
+            )
         if len(set(servers)) < len(servers):
             raise TierUrlError(f"found {url!r}, wanted each server once")
         if "token_file" not in options:

@@ -194,8 +194,7 @@ class Server:
                 settings, self._source, access=access, admin=parts.handlers.admin, journal=self._journal,
                 manager=self._manager,
             )
-            keeper, drain = parts.keeper, parts.drain
-            self._drain = drain
+            keeper, self._drain = parts.keeper, parts.drain
             addresses = Addresses(_url(tcp), f"unix:{settings.socket_path}", pool.pool_id)
             mover = MoverProcess(settings, parts.mover_client, addresses.unix) if settings.has_tiers else None
 
@@ -208,7 +207,7 @@ class Server:
                 if mover is not None:
                     parts.background.begin("serving lower tiers", lambda: _serve_tiers(keeper, mover))
                 yield
-                if drain.keeps_pool:
+                if parts.drain.keeps_pool:
                     await parts.sampler.keep()
                 task.cancel()
                 await asyncio.wait([task])
@@ -224,12 +223,11 @@ class Server:
                 self._manager.ready(f"serves engines at {addresses.unix}, HTTP at {addresses.http}")
 
             app = create_app(settings, parts, lifespan)
-            connections = connection_class(connection_limits(settings), parts.meter)
             self._uvicorn = _Uvicorn(
-                uvicorn_config(app, connections), self._terminal,
+                uvicorn_config(app, connection_class(connection_limits(settings), parts.meter)), self._terminal,
                 lambda: parts.background.once("announcing the server", say_ready()),
                 lambda: parts.background.once("reading settings and access tokens again", rereading.run()),
-                drain, lambda: self._publish_drain(pool), self._manager.alive,
+                parts.drain, lambda: self._publish_drain(pool), self._manager.alive,
             )
             self._uvicorn.should_exit = self._stop_wanted.is_set()
             for number in self._early:

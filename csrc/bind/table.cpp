@@ -177,6 +177,9 @@ void bind_views(py::module_& m) {
       .def_readonly("chunks", &SpaceInfo::chunks, "Records that are not FREE.")
       .def_readonly("left_ms", &SpaceInfo::left_ms,
                     "When its last session left: after `grace_ms` it is evicted first; None: it was not left.");
+}
+
+void bind_tenant_view(py::module_& m) {
   using Seen = const TenantInfo&;
   auto limit = [](uint64_t quota) { return quota == kNoQuota ? std::nullopt : std::optional(quota); };
   py::class_<TenantInfo>(m, "TenantView",
@@ -659,6 +662,7 @@ void bind_table(py::module_& m) {
     }
   });
   bind_views(m);
+  bind_tenant_view(m);
   bind_results(m);
   py::class_<BoundTable> c(m, "Table",
           "Chunks, grants and members of one pool: docs/understand/lifetime_protocol.md, in one flat region.\n\n"

@@ -24,8 +24,8 @@ struct Tuning {
 
 // The bands of a load. `ends`: ascending plane indices at which each band ends; the last equals the number of planes;
 // empty: one band. Bands of a load that is not verified early are joined (join_bands): who waits for one of them waits
-// for all that are joined with it. The load is verified once its first `verified_after` bands have been copied and the CPU has hashed
-// the others in the slots; 0: when it has ended.
+// for all that are joined with it. The load is verified once its first `verified_after` bands have been copied and the
+// CPU has hashed the others in the slots; 0: when it has ended.
 struct Bands {
   std::span<const size_t> ends;
   size_t verified_after = 0;

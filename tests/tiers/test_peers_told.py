@@ -153,12 +153,12 @@ def test_a_peer_that_has_answered_a_moment_ago_has_not_failed() -> None:
     def late(body: PeerRead, *, timeout_s: float | None = None) -> PeerReadAnswer:
         """Meanwhile another call is answered, 0.1 s before this one ends."""
         clock.now_s += ASK_S - 0.1
-        node.peer_read = answers  # type: ignore[method-assign]
+        node.peer_read = answers  # type: ignore[method-assign]  # of this node alone
         assert peer.answer(read, Deadline(ASK_S)) is not None
         clock.now_s += 0.1
         raise ServerUnavailable("it is late")
 
-    answers, node.peer_read = node.peer_read, late  # type: ignore[method-assign]
+    answers, node.peer_read = node.peer_read, late  # type: ignore[method-assign]  # of this node alone
     assert peer.answer(read, Deadline(5.0)) is None and not peer.is_resting
     node.is_away = True
     assert peer.answer(read, Deadline(5.0)) is None and peer.is_resting

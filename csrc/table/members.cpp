@@ -238,8 +238,8 @@ Members::Left Members::set_gone(uint32_t cell) {
 
 void Members::forget(uint32_t cell) {
   uint32_t session = members_[cell].session;
+  open_[session].members.erase(cell);  // first: what a free member has page-locked counts no more
   set_state(cell, MemberState::kFree);
-  open_[session].members.erase(cell);
   --count_of(session);
   free_members_.push_back(cell);
 }

@@ -122,7 +122,7 @@ def test_a_wrong_setting_stops_no_command_that_does_not_need_it(wrong: dict[str,
 
 
 @pytest.mark.parametrize(("flags", "said"), [
-    (("--redis-url", "redis://[::1"), "the tier redis cannot be used: found 'redis://[::1', wanted a URL"),
+    (("--redis-url", "redis://[::1"), "the URL of the tier redis: found one that cannot be read, wanted SCHEME://"),
     (("--redis-url", "127.0.0.1:6379"), "the tier redis cannot be used: "),
     (("--objects-url", "s3://"), "the tier objects cannot be used: s3: found no name of a bucket"),
     (("--objects-url", "s3://bucket"), "the tier objects cannot be used: s3: found no credentials in the environment"),

@@ -199,8 +199,8 @@ def test_so_many_wait_for_the_collector_and_the_rest_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ({"observe": "log,traces"}, "observe='log,traces' wanted traces_endpoint"),
-    ({"observe": "traces", "traces_endpoint": "collector:4318"}, "found 'collector:4318'"),
+    ({"observe": "log,traces"}, "for observe='log,traces'; found none"),
+    ({"observe": "traces", "traces_endpoint": "collector:4318"}, "for observe='traces'; found another"),
     ({"traces_endpoint": "http://collector:4318"}, "wanted traces in observe="),
 ])
 def test_half_a_wish_is_refused(given: dict[str, object], said: str, monkeypatch: pytest.MonkeyPatch) -> None:

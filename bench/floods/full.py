@@ -109,7 +109,7 @@ def _fill(client: Client, size: Size, lock_file: str) -> Iterator[MemberLiveness
 
 
 def _lease(client: Client, engine: Engine, count: int) -> None:
-    """Leases of one chunk, all of which the member that asked for them has done with, but none of its readers."""
+    """Leases of one chunk. The member that asked for them has given its own up; their readers have not."""
     keys = chain(1, "leased")
     _store(client, engine.session, engine.member, keys)
     leases = [

@@ -67,7 +67,7 @@ class Links:
         with self._lock:
             now_s = time.monotonic()
             free_s = self._free_s[node] = max(now_s, self._free_s.get(node, 0.0)) + length / self._rate
-        time.sleep(free_s - now_s)
+        time.sleep(free_s - now_s)  # as long as the link is busy with it
 
 
 class Copying(Engine):

@@ -39,7 +39,7 @@ struct Batch {
   const DeviceLayout* layout = nullptr;
   std::shared_ptr<Copy> copy;
   size_t first_result = 0;  // parts[i] is part first_result + i of the call, or its share of a band
-  size_t first_band = 0, band = 0;  // the first and the last band of which it has a share
+  size_t first_band = 0, band = 0;  // it has shares of the bands from the first to the last
   std::vector<PartArgs> parts;
   std::vector<PackedPart> packed;  // in place of `parts` where the layout packs; its cells are `stripes`
   std::vector<int32_t> ids;

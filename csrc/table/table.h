@@ -75,7 +75,7 @@ class Table {
   // From now on the session's lookups and stores are in `space`, which differs from its present namespace only in
   // weights. Earlier grants keep their chunks. Throws TableError bad_argument.
   void move_session(uint64_t session, uint32_t space, uint64_t now);
-  // The questions stop at `most`, of which each counts eight, and one more for each of its ranks.
+  // The questions stop at `most`: a question counts eight, and one more for each of its ranks.
   std::vector<Question> heartbeat(uint64_t member, uint64_t now, uint64_t most);
   // Each of these does about `most` units of work (base/work.h) and returns whether that was too little: then it is to
   // be called again.

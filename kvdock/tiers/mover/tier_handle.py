@@ -589,7 +589,7 @@ class TierHandle:
                 again = ToLoad(wanted.name, wanted.length, own_pages(wanted.length))
                 (found,) = self._parts.load([again], deadline)
                 why = _failure([found.outcome])
-        except Exception as error:  # it still fails
+        except Exception as error:  # whatever a store raises: the trial has failed, and the text says how
             why = str(error)
         return "it answers too late" if deadline.is_over else why
 

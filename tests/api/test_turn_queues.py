@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvdock.api import server
 from kvdock.api.http.connection import Connection, connection_class
+from kvdock.api.http.crowd import MOST_OF_PROCESS, MOST_OF_USER, Crowd
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.tally import Tally
@@ -334,6 +335,88 @@ def test_connections_that_end_together_are_closed_in_many_turns(is_reset: bool) 
     with TemporaryDirectory(prefix="kvdock-") as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(asyncio.wait_for(story(Path(folder) / "s.sock"), PATIENCE_S))
     assert max(Counter(ended).values()) <= ENDS_OF_TURN
+
+
+def test_the_ends_of_a_crowd_are_read_in_many_turns() -> None:
+    """A process with 300 connections ends. The kernel names all of them at once; to read the end of each takes some
+    8 µs, so one turn would have them all."""
+    read, count = list[int](), 300
+
+    async def story(path: Path) -> None:
+        async with TurnNumber() as turn:
+            class Watched(connections(count)):  # type: ignore[misc]  # a class of values
+                def eof_received(self) -> bool:
+                    read.append(turn.now)
+                    return bool(super().eof_received())
+
+            with bind_unix(str(path)) as sock:
+                async with serving(answer, Watched, sock) as server_now:
+                    before = descriptors()
+                    clients = [socket.socket(socket.AF_UNIX) for _ in range(count)]
+                    for client in clients:
+                        client.connect(str(path))
+                    while len(server_now.server_state.connections) < count:
+                        await asyncio.sleep(0.01)
+                    for client in clients:  # in one turn
+                        client.close()
+                    while server_now.server_state.connections:
+                        await asyncio.sleep(0.01)
+                    assert descriptors() == before and not Watched.crowd._waiting and not Watched.crowd._open
+
+    with TemporaryDirectory(prefix="kvdock-") as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(story(Path(folder) / "s.sock"), PATIENCE_S))
+    assert len(read) == count and max(Counter(read).values()) <= 2 * ENDS_OF_TURN
+
+
+@pytest.mark.parametrize("loop", [uvloop.new_event_loop, asyncio.new_event_loop])
+def test_each_connection_of_a_crowd_is_answered(loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    """Short requests, several in one write, and bodies of many reads, some of which come in the next call."""
+    count, head = 3 * MOST_OF_PROCESS, b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+    long = head % (5 * LONG_READ_BYTES) + bytes(5 * LONG_READ_BYTES)
+    got = list[int]()
+
+    async def count_body(scope: Scope, receive: Receive, send: Send) -> None:
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size, more = size + len(message["body"]), message["more_body"]
+        got.append(size)
+        await answer(scope, receive, send)
+
+    async def ask(path: Path) -> None:
+        reader, writer = await asyncio.open_unix_connection(str(path))
+        for messages in (1, 3):
+            for _ in range(2):
+                writer.write((head % 1 + b"x") * messages)
+                for _ in range(messages):
+                    await reader.readuntil(b"\r\n\r\n")
+        writer.write(long + head % 2 + b"x")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"x")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    async def story(path: Path) -> None:
+        with bind_unix(str(path)) as sock:
+            kind = connections(count)
+            async with serving(count_body, kind, sock) as server_now:
+                await asyncio.gather(*(ask(path) for _ in range(count)))
+                while server_now.server_state.connections:
+                    await asyncio.sleep(0.01)
+                assert not kind.crowd._waiting
+
+    with TemporaryDirectory(prefix="kvdock-") as folder, asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(asyncio.wait_for(story(Path(folder) / "s.sock"), PATIENCE_S))
+    assert Counter(got) == {1: 8 * count, 5 * LONG_READ_BYTES: count, 2: count}
+
+
+def test_many_processes_of_one_user_are_a_crowd_too() -> None:
+    crowd = Crowd()
+    began = [crowd.begin("user 7", process) for process in range(MOST_OF_USER + 1)]
+    assert began == [False] * MOST_OF_USER + [True] and not crowd.begin("user 8", 1)
+    crowd.end("user 7", 0)
+    crowd.end("user 7", 1)
+    assert not crowd.begin("user 7", 1)
 
 
 def test_reads_of_engines_come_by_turns_and_short_ones_first() -> None:

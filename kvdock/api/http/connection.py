@@ -24,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from kvdock.api.access.peer import Peer, peer_of
 from kvdock.api.errors import StartupError
+from kvdock.api.http.crowd import Crowd
 from kvdock.api.http.engine_calls import find
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.pace import Pace
@@ -144,6 +145,7 @@ class Connection(HttpToolsProtocol):
     counts: ClassVar[Counts]
     turns: ClassVar[Turns]
     pace: ClassVar[Pace]
+    crowd: ClassVar[Crowd]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -159,6 +161,8 @@ class Connection(HttpToolsProtocol):
         self._unread: asyncio.TimerHandle | None = None
         self._waiting = b""
         """What was read and waits for its turn."""
+        self._descriptor: int | None = None
+        """Its socket's, if it belongs to the crowd."""
 
     # ---------------------------------------------------------------- the connection
 
@@ -183,6 +187,9 @@ class Connection(HttpToolsProtocol):
             return
         count.open += 1
         self._counted = count
+        if self.crowd.begin(self.address, peer.process):
+            self._descriptor = transport.get_extra_info("socket").fileno()
+            self.loop.call_soon(self._wait_in_crowd)  # uvloop begins to read after this
         if peer.tenant is None:
             self._among = count.strangers
             self._among[self] = None
@@ -193,6 +200,7 @@ class Connection(HttpToolsProtocol):
         if self._counted is not None:
             self._counted.open -= 1
             self._counted = None
+            self.crowd.end(self.address, self.app_state["peer"].process)
         if self._among is not None:
             self._among.pop(self, None)
             self._among = None
@@ -254,6 +262,8 @@ class Connection(HttpToolsProtocol):
         may have hundreds of connections. Until then a second descriptor keeps the socket, whose end takes the kernel
         most of the time."""
         self._uncount()
+        if self._descriptor is not None:
+            self.crowd.forget(self._descriptor, self._read_on)
         for cycle in (self._running, self.cycle):  # uvicorn knows only the newest of several calls
             if cycle is not None and not cycle.response_complete:
                 cycle.disconnected = True
@@ -284,6 +294,16 @@ class Connection(HttpToolsProtocol):
             if cycle is not None:  # a call that never starts would keep this object, and this object the call
                 cycle.on_response = _nothing
 
+    def _wait_in_crowd(self) -> None:
+        """If it belongs to the crowd, it reads no more until it is its turn there."""
+        if self._descriptor is not None and not (self._waiting or self.flow.read_paused or self.transport.is_closing()):
+            self.transport.pause_reading()
+            self.crowd.wait(self._descriptor, self._read_on)
+
+    def _read_on(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """A call of people waits here while many wait for their turn. It never starts if its client leaves first."""
         self._running = cycle
@@ -306,6 +326,7 @@ class Connection(HttpToolsProtocol):
             wait_s = self.pace.wait_s(self._payer, len(data), self.loop.time())
         if is_next and not wait_s and reads.take(len(data)):
             self._handle(data)
+            self._wait_in_crowd()
             return
         self._unset_keepalive_if_required()
         self.transport.pause_reading()  # each time: uvicorn reads on when the call has taken what was there
@@ -354,7 +375,9 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         self._handle(data)
-        if not self.flow.read_paused and not self.transport.is_closing():
+        if self._descriptor is not None:
+            self._wait_in_crowd()
+        elif not self.flow.read_paused and not self.transport.is_closing():
             self.transport.resume_reading()
 
     def _handle(self, data: bytes) -> None:
@@ -587,7 +610,7 @@ def check_uvicorn(version: str, protocol: type = HttpToolsProtocol) -> None:
 def connection_class(limits: ConnectionLimits, meter: Meter, pace: Pace | None = None) -> type[Connection]:
     """For uvicorn.Config(http=…): the connections of one server."""
     shared = {
-        "limits": limits, "meter": meter, "pace": pace or Pace(),
+        "limits": limits, "meter": meter, "pace": pace or Pace(), "crowd": Crowd(),
         "turns": Turns(
             ReadTurns(),
             engine_reads=ReadTurns(ENGINE_READS_OF_TURN, calls_waiting=math.inf),

@@ -51,17 +51,20 @@ class LongTurns:
         self._collections: list[tuple[int, float, int]] = []
         self._seen: list[list[tuple[Any, int]]] = []
         self._collection_s = 0.0
+        self._switch_s = sys.getswitchinterval()
         self._is_over = threading.Event()
         self._looking = threading.Thread(target=self._look, name="long turns", daemon=True)
 
     def begin(self) -> None:
         gc.callbacks.append(self._collected)
+        sys.setswitchinterval(EVERY_S)  # else a thread that computes gives the interpreter away after 5 ms
         self._looking.start()
 
     def end(self) -> None:
         gc.callbacks.remove(self._collected)
         self._is_over.set()
         self._looking.join()
+        sys.setswitchinterval(self._switch_s)
         self._file.close()
 
     def turned(self, cpu_s: float, wall_s: float) -> None:

@@ -42,7 +42,7 @@ from kvdock.protocol.wire_types import KEY_BYTES
 from kvdock.shm.checksum import checksum
 from kvdock.tiers.mover.agreement import Agreement, AgreementObserver
 from kvdock.tiers.mover.fetches import Fetch, Fetches, FetchObserver, Wanted
-from kvdock.tiers.mover.namespaces import NamespaceSessions
+from kvdock.tiers.mover.namespaces import NamespaceSession, NamespaceSessions
 from kvdock.tiers.mover.peer_leases import PeerLeases
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.record import Record
@@ -125,10 +125,10 @@ class Node:
         self._sessions = NamespaceSessions(self._client, f"mover-{name}", lambda *_: None, time.monotonic)
         self.digest = bytes.fromhex(self._engine.namespace)
         self._sessions.follow([ServedNamespace(namespace=self.digest.hex(), manifest=manifest(PART_BYTES))])
-        self._agreement = Agreement(
+        self.agreement = Agreement(
             lambda: [self.digest], AgreementObserver(lambda _: None, lambda _: None, lambda _: None)
         )
-        self._agreement.follow([Generation(namespace=self.digest.hex(), generation=1, edition=0)])
+        self.agreement.follow([Generation(namespace=self.digest.hex(), generation=1, edition=0)])
         self.store = TierHandle(opened(url), clock=time.monotonic, lost=lambda _: None)
         self.others: list[PeerServer]
         self.peers: TierHandle
@@ -143,18 +143,18 @@ class Node:
         self.peers = TierHandle(tier, clock=time.monotonic, lost=lambda _: None)
         handles = [self.peers, self.store]
         self.fetches = Fetches(
-            handles, self._client, self._agreement, FetchObserver(
+            handles, self._client, self.agreement, FetchObserver(
                 promised=lambda _: None, ended=self._has_ended, loaded=lambda *_: None, lacked=lambda *_: None,
                 progressed=lambda: self.leases.progressed(),
             ), pool_bytes=1 << 40,
         )
         self.leases = PeerLeases(
-            self._sessions, self._client, self._agreement, self.fetches.coming, self._answered, lambda: None,
+            self._sessions, self._client, self.agreement, self.fetches.coming, self._answered, lambda: None,
             time.monotonic,
         )
         self.leases.tier = tier
         for handle in handles:
-            self._agreement.use(handle)
+            self.agreement.use(handle)
 
     # ------------------------------------------------------------------ for other nodes
 
@@ -177,7 +177,7 @@ class Node:
 
     def keep(self, keys: Sequence[bytes]) -> None:
         """Stores chunks in the store alone."""
-        agreed = self._agreement.wait_for(self.store, self.digest, Deadline(PATIENCE_S))
+        agreed = self.agreement.wait_for(self.store, self.digest, Deadline(PATIENCE_S))
         assert agreed is not None
         parts = []
         for key in keys:
@@ -186,12 +186,16 @@ class Node:
             parts.append(ToStore(record, memoryview(bytearray(data))))
         assert set(self.store.store(parts, Deadline(PATIENCE_S))) == {Outcome.DONE}
 
-    def begin(self, keys: Sequence[bytes]) -> Future[Fetch]:
+    @property
+    def space(self) -> NamespaceSession:
         space = self._sessions.of(self.digest)
         assert space is not None
+        return space
+
+    def begin(self, keys: Sequence[bytes]) -> Future[Fetch]:
         ticket = next(self._numbers)
         ended = self._ended[ticket] = Future[Fetch]()
-        self.fetches.start(Fetch(Wanted(space, keys, 0, ticket), WAIT_S))
+        self.fetches.start(Fetch(Wanted(self.space, keys, 0, ticket), WAIT_S))
         return ended
 
     def _has_ended(self, fetch: Fetch) -> None:
@@ -211,7 +215,7 @@ class Node:
         return self.asked(PeerRead(namespace=self.digest.hex(), generation=1, keys=b"".join(keys))).result(PATIENCE_S)
 
     def close(self) -> None:
-        self._agreement.close()
+        self.agreement.close()
         self.fetches.close()
         self.leases.close()
         self._sessions.close()

@@ -29,6 +29,7 @@ from kvdock.api.pool.sessions import Sessions, work_off
 from kvdock.api.record.tally import Tally
 from kvdock.api.tiers.clears import Clears
 from kvdock.api.tiers.mover_client import MoverClient
+from kvdock.api.tiers.peers import PEERS
 from kvdock.api.tiers.tickets import LookupCall
 from kvdock.api.tokens import keys_of
 from kvdock.api.turns import SLICE_WORK, next_slice
@@ -370,9 +371,10 @@ class CacheService:
         if is_mover and temporary and granted.grant:
             self._mover_client.tickets.reserved(session, granted.grant, keys)
         if is_mover and granted.grant and body.tier:
-            self._tally.learned.answers.tier_reserved(
-                session.namespace, granted.grant, _granted_keys(granted, keys), body.tier
-            )
+            reserved = _granted_keys(granted, keys)
+            self._tally.learned.answers.tier_reserved(session.namespace, granted.grant, reserved, body.tier)
+            if body.tier == PEERS:
+                self._mover_client.peers.come(session.namespace.digest, reserved)
         self._tally.reservation(session, body, keys, granted, started_ns)
         if granted.chunk_count > SLICE_NAMES:
             await next_slice()  # to write a long answer takes as long as a call

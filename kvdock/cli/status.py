@@ -232,7 +232,7 @@ def pending_in_words(tier: TierView | TierContents) -> str:
 
 
 def tier_in_words(tier: TierView) -> str:
-    shown = "used" if tier.state == "open" else f"{tier.state.replace('_', '-')}: {tier.why}"
+    shown = ": ".join(filter(None, ("used" if tier.state == "open" else tier.state.replace("_", "-"), tier.why)))
     if tier.error:
         shown += f" ({tier.error})"
     if not tier.counters:  # the tier has never been open

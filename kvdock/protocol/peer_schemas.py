@@ -26,10 +26,13 @@ class PeerNote(Body, array_like=True):
     deleted: StoreKeys = b""
 
 
-class PeerNotes(Body, kw_only=True):
-    """The pool follows: it clears a namespace whose generation is lower here, and deletes what is named."""
+class PeerNotes(Body, kw_only=True, omit_defaults=True):
+    """The pool follows: it clears a namespace whose generation is lower here, and deletes what is named. `again`: the
+    deletions were told before. Of those chunks, the ones that have come from other nodes since are deleted, and those
+    that engines have stored since stay. It is only sent to a server that tells its `node` (PeerReadAnswer)."""
 
     notes: Annotated[list[PeerNote], msgspec.Meta(max_length=MAX_NOTES)]
+    again: bool = False
 
 
 class PeerNotesAnswer(Answer, kw_only=True):

@@ -252,7 +252,7 @@ class TierView(Answer, kw_only=True):
     """'full' and 'read_only': it has refused what was to be stored last, and what it has is loaded. 'off': it fails or
     is slow, and is tried again later; until it works no request waits for it."""
     why: str = ""
-    """Why it is not open."""
+    """Why it is not open, or, where it is, why it does not take all that is to be stored."""
     error: str = ""
     """The last error of the tier or its storage. Only for callers with the scope `read`: it may name hosts and
     paths."""

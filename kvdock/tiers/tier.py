@@ -114,6 +114,8 @@ class Outcome(Enum):
     """The deadline passed, or was cancelled, before the part was done."""
     FULL = "full"
     """There is no space for the part, and none can be freed."""
+    TOO_LARGE = "too_large"
+    """The tier takes no record of that length, however much space there is."""
     DAMAGED = "damaged"
     """The tier has something under this name that is not a whole record of the part."""
     FAILED = "failed"
@@ -217,6 +219,14 @@ class Gathers(Protocol):
     lengths. All of this memory may begin at any address."""
 
     gathers: bool
+
+
+@runtime_checkable
+class Bounds(Protocol):
+    """A tier that takes no record whose part is longer than `longest_part`, in bytes."""
+
+    @property
+    def longest_part(self) -> int: ...
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 MNT_DETACH = 2
+MS_RDONLY, MS_REMOUNT = 1, 32
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -24,6 +25,12 @@ def little_mount(folder: Path, size_bytes: int) -> Iterator[None]:
         yield
     finally:
         _libc.umount2(os.fsencode(folder), MNT_DETACH)
+
+
+def make_read_only(folder: Path) -> None:
+    """No file there may be open for writing."""
+    if _libc.mount(b"kvdock-test", os.fsencode(folder), b"tmpfs", MS_REMOUNT | MS_RDONLY, None):
+        raise OSError(ctypes.get_errno(), f"{folder} cannot be made read-only")
 
 
 def fill(folder: Path) -> None:

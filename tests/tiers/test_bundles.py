@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from redis_subject import RedisSubject
 from tier_helpers import ARENA, Part, Parts, load, patient
 from tier_subjects import SUBJECTS, TierSubject, opened
 
@@ -116,6 +119,31 @@ def test_parts_of_different_lengths_are_records_of_their_own_behind_a_table(
     again = [parts.make(70_001, part.name) for part in batch]
     assert store(tier, again) == [Outcome.DONE] * WRITERS
     assert_all_come(tier, again)
+
+
+def test_parts_that_are_longer_together_than_a_record_may_be_are_records_of_their_own(
+    tmp_path_factory: pytest.TempPathFactory, parts: Parts
+) -> None:
+    """As 8 parts of 65 MiB in Redis; here at a thousandth of its limit. A part that is longer alone is refused."""
+    with closing_subject(RedisSubject, tmp_path_factory.mktemp("redis")) as subject, opened(subject) as inner:
+        inner.longest_part = 512 << 10  # type: ignore[attr-defined]  # of this tier alone
+        tier = Bundles(inner, lambda _: WRITERS)
+        small, batch = chunk(parts, 60_000), chunk(parts, 70_001)
+        large = [parts.make((512 << 10) + 1, part.name) for part in chunk(parts, 1)]
+        assert store(tier, [*small, *batch, *large]) == [*[Outcome.DONE] * 16, *[Outcome.TOO_LARGE] * 8]
+        assert not any(inner.exists([part.name for part in small], patient()))
+        assert all(inner.exists([part.name for part in batch], patient()))
+        assert_all_come(tier, [*small, *batch])
+        assert tier.exists([part.name for part in (*batch, *large)], patient()) == [True] * 8 + [False] * 8
+
+
+@contextmanager
+def closing_subject(kind: type[TierSubject], folder: Path) -> Iterator[TierSubject]:
+    subject = kind(folder)
+    try:
+        yield subject
+    finally:
+        subject.end()
 
 
 def test_a_part_that_is_a_record_of_its_own_is_asked_for_with_its_chunk(

@@ -15,7 +15,7 @@ from api_helpers import MIB, ServerProcess, eventually, unique
 from connector_helpers import sweep
 from mover_steps import SteppedServer, kill_with_mover
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
-from tier_stores import SHARED, STORES, DiskStore, Store, clear_pool, has_state, opened
+from tier_stores import SHARED, STORES, DiskStore, RedisStore, Store, clear_pool, has_state, opened
 
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import ClearCache, Cleared, DeleteChunks, Deleted
@@ -376,6 +376,38 @@ def test_what_one_server_clears_is_found_at_no_other_that_shares_the_store(shari
     written(other, keys)
     clear_pool(server.unix)
     eventually(lambda: hits(engine, keys) == CHUNKS)  # a store that was asked in vain is asked again a little later
+
+
+@changes
+def test_what_one_server_clears_is_not_found_on_the_disk_of_another(change: Change, tmp_path: Path) -> None:
+    """That server shares a store with it, and has a disk of its own, from which it starts again."""
+    with ExitStack() as ends:
+        store = ends.enter_context(opened(RedisStore, tmp_path))
+        servers = Servers(store, tmp_path, ends)
+        own: dict[str, object] = {"disk_path": str(tmp_path / "disk"), "disk_bytes": 64 * MIB}
+        _, engine = ready(servers)
+        another = servers.start("another.sock", **own)
+        other = servers.engine(another, "other")
+        keys, kept = other.chain(CHUNKS), other.chain(CHUNKS)
+        for some in (keys, kept):
+            other.store(some)
+            engine.store(some)
+        eventually(lambda: on_disk(other) == 2 * CHUNKS, 60.0)
+        change(engine, keys)
+        eventually(lambda: other.lookup(keys, unique("peeks")).hit_tokens == 0)
+        eventually(lambda: pending_orders(other.client) == 0)
+        assert hits(other, keys) == 0
+        servers.kill(another, with_pool=True)
+        again = servers.start("another.sock", **own)
+        engine_again = servers.engine(again, "other again")
+        eventually(lambda: [tier.state for tier in engine_again.client.status().tiers] == ["open", "open"], 30.0)
+        assert hits(engine_again, keys) == 0
+        if change in (delete, quarantine):
+            assert hits(engine_again, kept) == CHUNKS
+
+
+def on_disk(engine: TierEngine) -> int:
+    return sum(tier.counters.get("store_done", 0) for tier in engine.client.status().tiers if tier.name == "disk")
 
 
 @pytest.mark.sweep("shared")

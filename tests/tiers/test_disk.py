@@ -13,16 +13,17 @@ from pathlib import Path
 
 import pytest
 from disk_helpers import ENVIRONMENT, LIMIT, PROCESSES, allocated_bytes, opened, store_in_turn, there
-from little_mount import fill, little_mount
+from little_mount import fill, little_mount, make_read_only
 from tier_helpers import ARENA, KIB, MIB, Part, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 from tier_subjects import DiskSubject
 
 from kvdock.tiers.disk.copies import Move, copy_all
+from kvdock.tiers.disk.folder import FolderInUse
 from kvdock.tiers.disk.io import MOST_RUN, Io
 from kvdock.tiers.disk.log import key_of, record_bytes
-from kvdock.tiers.disk.tier import LEAST_LIMIT_BYTES, DiskTier, Sizes
+from kvdock.tiers.disk.tier import LEAST_LIMIT_BYTES, DiskTier
 from kvdock.tiers.notes import begins
-from kvdock.tiers.tier import PAGE_BYTES, Deadline, NoSpace, Outcome, TierError, ToLoad, ToStore
+from kvdock.tiers.tier import PAGE_BYTES, Deadline, NoSpace, Outcome, ReadOnly, TierError, ToLoad, ToStore
 
 pytestmark = pytest.mark.tiers
 
@@ -47,6 +48,59 @@ def test_a_full_disk_has_what_it_had_also_when_it_is_opened_again(folder: Path, 
         fill(folder)
         with opened(folder, LEAST_LIMIT_BYTES) as tier:
             assert_loads(tier, batch)
+
+
+@pytest.mark.parametrize("is_lock_lost", [False, True])
+@pytest.mark.parametrize("index", ["lost", "damaged"])
+def test_a_full_disk_whose_index_cannot_be_used_is_read(
+    folder: Path, parts: Parts, index: str, is_lock_lost: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The index is made again in memory, and in a file at the next start with space."""
+    folder.mkdir()
+    with little_mount(folder, 8 * MIB):
+        batch = parts.many(8, 100 * KIB)
+        with opened(folder, LEAST_LIMIT_BYTES) as tier:
+            store_all(tier, batch)
+        path = folder / "index.db"
+        if index == "lost":
+            path.unlink()
+        else:
+            path.write_bytes(b"\xff" * path.stat().st_size)
+        if is_lock_lost:
+            (folder / "lock").unlink()
+        fill(folder)
+        for has_space in (False, True, True):
+            caplog.clear()
+            if has_space:
+                (folder / "filling").unlink(missing_ok=True)
+            with opened(folder, LEAST_LIMIT_BYTES) as tier:
+                assert ("is in memory until the next start" in caplog.text) is not has_space
+                assert_loads(tier, batch)
+                assert tier.delete([batch.pop().name], patient()) == [Outcome.DONE]
+                assert tier.usage().bytes_used <= LEAST_LIMIT_BYTES
+        assert not caplog.text, "the second start with space found the index"
+
+
+def test_a_disk_that_is_read_only_at_the_start_is_read(folder: Path, parts: Parts) -> None:
+    """As the kernel makes it after errors."""
+    folder.mkdir()
+    with little_mount(folder, 8 * MIB):
+        batch = parts.many(8, 100 * KIB)
+        with opened(folder, LEAST_LIMIT_BYTES) as tier:
+            known = tier.change(bytes(32), begins(1), patient())
+            store_all(tier, batch)
+        make_read_only(folder)
+        with opened(folder, LEAST_LIMIT_BYTES) as tier:
+            assert tier.notes([bytes(32)], patient()) == [known]
+            for refused in (
+                lambda: tier.change(bytes(32), begins(2), patient()),
+                lambda: store(tier, parts.many(1, 100 * KIB)),
+            ):
+                with pytest.raises(ReadOnly):
+                    refused()
+            assert_loads(tier, batch)
+            with pytest.raises(FolderInUse):
+                DiskTier.open(folder, LEAST_LIMIT_BYTES)
 
 
 def test_a_full_disk_that_takes_no_note_is_read(folder: Path, parts: Parts) -> None:
@@ -111,11 +165,11 @@ def test_a_lower_limit_is_kept_from_the_opening_on(folder: Path, parts: Parts) -
         assert allocated_bytes(folder) <= 48 * MIB
 
 
-def test_a_part_that_fits_no_segment_is_full_and_harms_nothing(folder: Path, parts: Parts) -> None:
+def test_a_part_that_fits_no_segment_is_too_large_and_harms_nothing(folder: Path, parts: Parts) -> None:
     with opened(folder) as tier:
         small, large = parts.make(1000), parts.make(LIMIT // 4)
-        assert store(tier, [large, small]) == [Outcome.FULL, Outcome.DONE]
-        largest = parts.make(Sizes.of(LIMIT).segment_bytes - 2 * PAGE_BYTES)
+        assert store(tier, [large, small]) == [Outcome.TOO_LARGE, Outcome.DONE]
+        largest = parts.make(tier.longest_part)
         store_all(tier, [largest])
         assert_loads(tier, [small, largest])
 

@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from api_helpers import eventually
+from api_helpers import MIB, ServerProcess, eventually
 from mover_steps import SteppedServer
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import PART, POOL, is_served
@@ -79,6 +79,39 @@ def always_served(engine: TierEngine, keys: list[bytes]) -> None:
         assert found.hit_tokens == len(keys) * CHUNK_TOKENS
         engine.read(keys, found)
         engine.release(found)
+
+
+def test_parts_that_a_disk_never_takes_are_said_and_others_are_kept(tmp_path: Path) -> None:
+    """Its limit gives segments that are shorter than a part of one of the two models."""
+    with (
+        ServerProcess(
+            pool_bytes=POOL, segment_bytes=POOL, tier_asks=1, heartbeat_s=0.1, disk_path=str(tmp_path / "disk"),
+            disk_bytes=4 * MIB,
+        ) as server,
+        closing(TierEngine(server.unix, manifest(MIB, model="large"))) as large,
+        closing(TierEngine(server.unix, manifest(PART // 8, model="small"))) as small,
+    ):
+        is_served(server, 2)
+        has_state(server.unix, "open")
+        keys, kept = large.chain(2), small.chain(2)
+
+        def is_said() -> bool:
+            large.store(keys)
+            small.store(kept)
+            return the_tier(large).why == "some parts are longer than it takes"
+
+        eventually(is_said, 30.0)
+        eventually(lambda: the_tier(small).counters["store_done"] == 2, 30.0)
+        for number in range(4):
+            large.awaited(keys, f"asks {number}")
+        said = the_tier(large)
+        assert said.state == "open" and f"found a part of {MIB:,} bytes, wanted at most " in said.error
+        assert said.counters["failures"] == said.counters["left_out_failed"] == 0
+        assert said.counters["left_out_too_large"] == 2, "each is tried once"
+        (finding,) = [one for one in large.client.verdict().findings if one.code == "tier_not_written"]
+        assert finding.text == "Not all is written to the tier disk: some parts are longer than it takes."
+        clear_pool(server.unix)
+        assert small.awaited(kept, "comes back").hit_tokens == 2 * CHUNK_TOKENS
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,9 +12,13 @@ import pytest
 from api_helpers import MIB, ServerProcess, eventually
 from redis_server import served
 
-from bench.nodes.herd import Herd
+from bench.nodes.herd import Herd, Node
+from kvdock.protocol.wire_types import KEY_BYTES
+from kvdock.tiers.mover.fetches import Fetch, Wanted
+from kvdock.tiers.record import PartName
 from kvdock.tiers.stores.peers.claims import READERS_EACH, keeper_of
 from kvdock.tiers.stores.peers.tier import FEW
+from kvdock.tiers.tier import Deadline
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 
@@ -43,6 +48,35 @@ def test_a_prefix_passes_from_node_to_node_and_the_store_is_read_once(herd: Herd
     eventually(passes, 60.0)
 
 
+def test_a_node_that_follows_asks_the_store_once_for_what_it_lacks(
+    herd: Herd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the other nodes are asked, too, because one of them may have the rest."""
+    keys, (loader, node, *_) = herd.stored(CHUNKS), herd.nodes
+    assert node.agreement.wait_for(node.peers, node.digest, Deadline(30.0)) is not None
+    keeper = keeper_among(herd, keys[0])
+    assert keeper.leases.tier is not None
+    keeper.leases.tier.claimed(keeper.digest, 1, keys[0], loader.name)
+    asked: list[PartName] = []
+    exists = node.store.tier.exists
+
+    def count(names: Sequence[PartName], deadline: Deadline) -> list[bool]:
+        asked.extend(names)
+        return exists(names, deadline)
+
+    monkeypatch.setattr(node.store.tier, "exists", count)
+    wanted = Wanted(node.space, [*keys, *(bytes([at]) * KEY_BYTES for at in range(8))], 0, ticket=1)
+    steps, place = node.fetches._plan(Fetch(wanted, 20.0), [node.peers, node.store])
+    assert place.source == loader.name
+    assert [(step.handle.name, len(step.found)) for step in steps] == [("redis", CHUNKS)]
+    assert asked and max(Counter(asked).values()) == 1
+
+
+def keeper_among(herd: Herd, key: bytes) -> Node:
+    names = [node.name for node in herd.nodes]
+    return herd.nodes[names.index(keeper_of(key, names))]
+
+
 def test_where_the_node_that_loads_is_cut_off_those_next_to_it_load_and_the_others_read_there(herd: Herd) -> None:
     def goes_on() -> bool:
         loader, *others = herd.nodes
@@ -50,8 +84,7 @@ def test_where_the_node_that_loads_is_cut_off_those_next_to_it_load_and_the_othe
         for server in itertools.chain.from_iterable(node.others for node in others):
             server.works()  # again, after a first try
             server.node = server.last_node
-        names = [node.name for node in herd.nodes]
-        keeper = herd.nodes[names.index(keeper_of(keys[0], names))]
+        keeper = keeper_among(herd, keys[0])
         if keeper is loader:
             return False
         assert keeper.leases.tier is not None

@@ -13,10 +13,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from api_helpers import OPERATOR, ServerProcess, access_file, eventually
+from api_helpers import OPERATOR, ServerProcess, access_file, eventually, unique
 from paths import ROOT
 from peer_nodes import PART, TOKEN, PeerNode, nodes
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
@@ -270,6 +271,55 @@ def test_while_a_deletion_waits_for_one_peer_the_others_are_read(tmp_path: Path)
         eventually(lambda: a.engine.lookup(keys, "gone").hit_tokens == 0, 60.0)
         eventually(lambda: b.engine.client.tiers().tiers[0].pending_orders == 0, 30.0)
         assert hits(b, keys, "after") == 0
+
+
+@contextmanager
+def stopped(node: PeerNode) -> Iterator[None]:
+    os.kill(node.server.process.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(node.server.process.pid, signal.SIGCONT)
+
+
+def test_what_an_engine_stores_anew_survives_that_a_deletion_is_told_again(tmp_path: Path) -> None:
+    """A does not hear of it at first, B deletes, and C, which was told twice, computes the first prompt anew and reads
+    the second one at A."""
+    with nodes(tmp_path, 3) as (a, b, c):
+        anew, stale, more = (a.engine.chain(2) for _ in range(3))
+        for keys in (anew, stale, more):
+            a.engine.store(keys)
+            comes(c, keys, unique("before"), len(keys) * CHUNK_TOKENS)
+        gone = [keys[0].hex() for keys in (anew, stale)]
+        with stopped(a):
+            order = DeleteChunks(namespace=namespace_of(b.engine), keys=gone)
+            assert b.engine.client.delete(order).pending_tiers == ["peers"]
+            assert hits(c, anew, "told") == hits(c, stale, "told too") == 0
+            c.engine.store(anew)
+        eventually(lambda: b.engine.client.tiers().tiers[0].pending_orders == 0, 60.0)
+        assert a.engine.lookup(anew, "gone").hit_tokens == 0
+        assert hits(c, anew, "stays") == 2 * CHUNK_TOKENS
+        assert b.engine.client.delete(order).pending_tiers == []
+        assert hits(c, anew, "deleted once more") == 0
+
+
+def test_a_deletion_that_is_told_again_takes_what_has_come_from_another_node(pair: Pair) -> None:
+    """The other node was not told yet. What an engine has stored since stays."""
+    a, b = pair
+    keys, namespace = a.engine.chain(2), namespace_of(a.engine)
+    a.engine.store(keys)
+    told = [PeerNote(namespace, generation(b), keys[0])]
+    with peer_client(b) as client:
+        client.peer_notes(PeerNotes(notes=told))
+        comes(b, keys, "read at A", 2 * CHUNK_TOKENS)
+        client.peer_notes(PeerNotes(notes=told, again=True))
+        assert b.engine.lookup(keys, "gone").hit_tokens == 0
+        client.peer_notes(PeerNotes(notes=told))
+        b.engine.store(keys)
+        client.peer_notes(PeerNotes(notes=told, again=True))
+        assert b.engine.lookup(keys, "anew").hit_tokens == 2 * CHUNK_TOKENS
+        client.peer_notes(PeerNotes(notes=told, again=True))
+        assert b.engine.lookup(keys, "a deletion that is not known").hit_tokens == 0
 
 
 # ------------------------------------------------------------------ strangers

@@ -34,13 +34,14 @@ class Node:
 
     def __init__(self, clock: Clock, *has: bytes) -> None:
         self._clock, self.has, self.is_away = clock, set(has), False
-        self.calls, self.told = 0, list[bytes]()
+        self.calls, self.told, self.again = 0, list[bytes](), list[bool]()
 
     def peer_notes(self, body: PeerNotes, *, timeout_s: float | None = None) -> PeerNotesAnswer:
         self._answer(timeout_s)
         for note in body.notes:
             assert isinstance(note.deleted, bytes)
             self.told += [note.deleted] if note.deleted else []
+            self.again += [body.again] if note.deleted else []
             self.has -= {note.deleted[at : at + 32] for at in range(0, len(note.deleted), 32)}
         return PeerNotesAnswer(generations=[1] * len(body.notes))
 
@@ -114,12 +115,14 @@ def test_only_a_peer_that_waits_is_told_again_and_then_the_others_once_more(rig:
             rig.delete(GONE)
         rig.clock.now_s += 60.0
     assert rig.c.told == [GONE]
+    rig.servers[1].read(PeerRead(namespace=SPACE.hex(), generation=1, keys=KEPT), Deadline(5.0))
     rig.b.is_away = False
     rig.c.has.add(GONE)  # it has read the chunk at B
     rig.delete(GONE)
     assert rig.b.told == [GONE] and rig.c.told == [GONE, GONE] and GONE not in rig.c.has
     rig.delete(KEPT)
     assert rig.b.told[1:] == rig.c.told[2:] == [KEPT]
+    assert rig.b.again == [False, False] and rig.c.again == [False, True, False]
 
 
 def test_a_peer_that_rests_costs_an_order_no_time_and_the_others_get_all_of_it(rig: Rig) -> None:

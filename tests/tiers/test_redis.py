@@ -336,7 +336,7 @@ def test_a_part_that_no_value_can_hold_is_refused(tier: RedisTier, parts: Parts)
     one = parts.make(100)
     large = one.to_store()
     large = large._replace(record=one.record.__class__(one.name, 512 * MIB - HEADER_BYTES + 1, 0))
-    assert tier.store([large], patient()) == [Outcome.FAILED]
+    assert tier.store([large], patient()) == [Outcome.TOO_LARGE]
     assert tier.exists([one.name], patient()) == [False]
 
 

@@ -173,8 +173,9 @@ class Judge:
                     "tier_off", "bad", f"The tier {tier.name} is not used: {tier.why or 'it fails'}.",
                     cost_share=slow_share,
                 )
-            elif tier.state == "read_only":
-                text = f"Nothing is written to the tier {tier.name}: {tier.why}."
+            elif tier.state == "read_only" or (tier.state == "open" and tier.why):
+                what = "Nothing" if tier.state == "read_only" else "Not all"
+                text = f"{what} is written to the tier {tier.name}: {tier.why}."
                 yield _finding("tier_not_written", "warn", text, cost_share=0.0)
         if mover is None:
             return

@@ -43,6 +43,9 @@ MOST_PENDING_KEYS = 4096
 """Where more deletions than this are pending in a namespace, it is cleared in the tiers instead, as a tier's note would
 be (kvdock/tiers/notes.py)."""
 CLEAR_SLICE_RECORDS = 1024
+OWN_TIERS = ("disk",)
+"""The tiers of this node alone. Nobody else deletes there what others delete in a tier that they share, or at other
+nodes."""
 FILE_VERSION = 1
 MOST_FILE_BYTES = 256 << 20
 UNSEALED = b"\x82\xa7version\x01"
@@ -203,10 +206,10 @@ class Clears:
         space = self._registry.of_number(number)
         if self.contents.tiers and space is not None and not space.tenant:
             self._next_edition(space)
-            self._background.once("deleting in tiers", self._delete_in_tiers(space, keys))
+            self._background.once("deleting in tiers", self._delete_in_tiers(space, keys, self.contents.tiers))
 
-    async def _delete_in_tiers(self, space: NamespaceRecord, keys: bytes) -> None:
-        pending = self._order(space.digest, self._table.generation(space.table_id), keys, space)
+    async def _delete_in_tiers(self, space: NamespaceRecord, keys: bytes, tiers: Sequence[str]) -> None:
+        pending = self._order(space.digest, self._table.generation(space.table_id), keys, space, tiers)
         await self._save()
         if pending is not None:
             self._send(pending)
@@ -260,6 +263,8 @@ class Clears:
             self._next_edition(space)
             self._table.delete(space.table_id, keys)
             self.on_cleared(space, keys)
+            if own := [tier for tier in self.contents.tiers if tier in OWN_TIERS]:
+                self._background.once("deleting in tiers", self._delete_in_tiers(space, keys, own))
         return int(self._table.generation(space.table_id))
 
     def order_done(self, done: m.OrderDone) -> None:
@@ -316,10 +321,11 @@ class Clears:
         return bool(self._table.has_namespace(space.digest))
 
     def _order(
-        self, digest: bytes, least: int, keys: bytes = b"", space: NamespaceRecord | None = None
+        self, digest: bytes, least: int, keys: bytes = b"", space: NamespaceRecord | None = None,
+        of: Sequence[str] = (),
     ) -> _Pending | None:
-        """A new order to all tiers; None: there are none. `keys` empty: to clear the namespace, which goes also to
-        those tiers for which earlier orders are pending. `space`: needed with `keys`."""
+        """A new order to the tiers `of`, or to all; None: there are none. `keys` empty: to clear the namespace, which
+        goes also to those tiers for which earlier orders are pending. `space`: needed with `keys`."""
         if not self.contents.tiers:
             return None
         earlier = [pending for pending in self._pending.values() if pending.order.namespace == digest.hex()]
@@ -327,7 +333,7 @@ class Clears:
         has_cleared = bool(keys) and is_too_many
         if is_too_many:
             keys = b""
-        tiers = list(self.contents.tiers)
+        tiers = list(of or self.contents.tiers)
         if not keys:
             for pending in earlier:
                 tiers += [tier for tier in pending.order.tiers if tier not in tiers]

@@ -9,6 +9,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -31,21 +32,28 @@ class FolderInUse(TierError):
 
 
 class FolderLock:
-    """A lock on the folder, which is held until close() or until the process ends. Its file has the process's id."""
+    """A lock on the folder, which is held until close() or until the process ends. Its file has the process's id, if it
+    can be written."""
 
     def __init__(self, folder: Path) -> None:
         """Makes the folder if it is missing. Raises FolderInUse, TierError, OSError."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_own(TIER, folder)
-        self._path = folder / "lock"
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._path, flags = folder / "lock", os.O_CLOEXEC | os.O_NOFOLLOW
+        try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | flags, 0o600)
+        except OSError as error:
+            if error.errno != errno.EROFS:
+                raise
+            self._fd = os.open(self._path, os.O_RDONLY | flags)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             written = os.pread(self._fd, _PID_BYTES, 0)
             os.close(self._fd)
             raise FolderInUse(folder, int(written) if written.strip().isdigit() else 0) from error
-        os.pwrite(self._fd, f"{os.getpid():<{_PID_BYTES - 1}}\n".encode(), 0)
+        with suppress(OSError):  # of a full or read-only disk: others are not told the id then
+            os.pwrite(self._fd, f"{os.getpid():<{_PID_BYTES - 1}}\n".encode(), 0)
         self._inode = os.fstat(self._fd).st_ino
 
     def require(self) -> None:

@@ -9,6 +9,7 @@ rows, and a segment's rows are removed at once.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sqlite3
 import threading
@@ -19,9 +20,14 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvdock.tiers.disk.folder import TIER
+from kvdock.tiers.disk.io import FULL_ERRORS
 from kvdock.tiers.disk.log import KEY_BYTES
 from kvdock.tiers.tier import PAGE_BYTES, TierError
 
+_log: Final = logging.getLogger(__name__)
+
+IN_MEMORY: Final = Path(":memory:")
+"""SQLite's name for a database without a file."""
 SCHEMA_VERSION: Final = 2
 """An index of another version is made again from the log. While one is made, its version is 0."""
 ROW_BYTES: Final = 192
@@ -52,7 +58,8 @@ class Index:
     def __init__(self, path: Path, wal_bytes: int) -> None:
         """Raises sqlite3.DatabaseError if the file is not an index of this version; OSError."""
         self.path, self._wal_bytes, self._lock = path, wal_bytes, threading.Lock()
-        _make_private(path)
+        if path != IN_MEMORY:
+            _make_private(path)
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             self._set_up(wal_bytes)
@@ -66,24 +73,31 @@ class Index:
     @classmethod
     def open(cls, path: Path, wal_bytes: int) -> tuple[Index, str]:
         """Returns the index, and why it was made again; "": it was not. The caller adds rows to one that was made
-        again, then calls finish(). Raises TierError, OSError."""
-        why = "" if path.exists() else "it was missing"
+        again, then calls finish(). Where nothing can be written, as on a full disk, the index is in memory, and is made
+        again at the next start. Raises TierError, OSError."""
+        why, is_unwritable = "" if path.exists() else "it was missing", False
         for _ in range(2):
             try:
                 return cls(path, wal_bytes), why
             except sqlite3.DatabaseError as error:
-                why = str(error)
+                why, is_unwritable = str(error), _code_of(error) == sqlite3.SQLITE_FULL
                 _unlink(path)
-        raise TierError(TIER, f"the index {path} cannot be made: {why}")
+            except OSError as error:
+                if error.errno not in (*FULL_ERRORS, errno.EROFS):
+                    raise
+                why, is_unwritable = str(error), True
+        if not is_unwritable:
+            raise TierError(TIER, f"the index {path} cannot be made: {why}")
+        _log.warning("%s cannot be written, so the index is in memory until the next start: %s", path, why)
+        return cls(IN_MEMORY, wal_bytes), why
 
     def make_again(self) -> None:
         """Removes all rows, and the file that had them. Raises TierError, OSError."""
-        with self._lock, _as_tier_error():
+        with self._lock:
             self._db.close()
             _unlink(self.path)
-            _make_private(self.path)
-            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
-            self._set_up(self._wal_bytes)
+            made, _ = Index.open(self.path, self._wal_bytes)
+            self.path, self._db = made.path, made._db
 
     def finish(self) -> None:
         """Each segment's rows were added to an index that was made again. Raises TierError, OSError."""
@@ -205,12 +219,16 @@ def _make_private(path: Path) -> None:
         os.close(fd)
 
 
+def _code_of(error: sqlite3.Error) -> int:
+    return int(getattr(error, "sqlite_errorcode", 0))
+
+
 @contextmanager
 def _as_tier_error() -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
-        if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL:
+        if _code_of(error) == sqlite3.SQLITE_FULL:
             raise OSError(errno.ENOSPC, f"no space for the index: {error}") from error
         raise TierError(TIER, f"the index fails: {error}") from error
 

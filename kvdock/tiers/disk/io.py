@@ -40,15 +40,17 @@ def raise_if_lost(error: OSError) -> None:
 
 def takes_direct(folder: Path) -> bool:
     """Whether files in the folder can be read and written past the page cache, which is tried with a file without a
-    name.
+    name. True: they can, or there is no space for that file, or the file system is read-only.
 
-    Raises OSError if that file cannot be made.
+    Raises OSError if that file cannot be made for another reason.
     """
     try:
         fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
             return False
+        if error.errno in (*FULL_ERRORS, errno.EROFS):
+            return True
         raise
     try:
         with mmap.mmap(-1, PAGE_BYTES) as page:
@@ -135,15 +137,22 @@ class Io:
         self.headers, self.run_headers, self.blocks = Headers(), Headers(MOST_RUN), Headers(PIECE_BYTES // PAGE_BYTES)
         """`run_headers`: behind the beginning of each page, which is a record's, they are zero. `blocks`: for copies of
         records."""
-        self._lock = threading.Lock()
+        self._lock, self._is_read_only = threading.Lock(), False
         self.wear_bytes = 0
         """Bytes written by this instance."""
         self.fault = ""
         """The last error of a read or write, with the file and the name of the error."""
 
     def open(self, path: Path, *, create: bool = False) -> int:
-        """Returns the descriptor. A new file has mode 0600. Raises OSError."""
-        return os.open(path, self._flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        """Returns the descriptor. A new file has mode 0600. On a read-only file system the file can only be read.
+        Raises OSError."""
+        try:
+            return os.open(path, self._flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        except OSError as error:
+            if create or error.errno != errno.EROFS:
+                raise
+            self._is_read_only = True
+            return os.open(path, self._flags & ~os.O_RDWR)
 
     def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
         """Fills the buffers from the file. False: the file ends before they are full. Raises OSError."""
@@ -173,6 +182,8 @@ class Io:
         try:
             return call(fd, buffers, offset)
         except OSError as error:
+            if error.errno == errno.EBADF and self._is_read_only:
+                error.errno, error.strerror = errno.EROFS, os.strerror(errno.EROFS)  # as when it was opened
             self.note(error, Path(f"/proc/self/fd/{fd}").readlink())
             raise
 

@@ -313,9 +313,10 @@ class Space:
 
     # ------------------------------------------------------------------ freeing space
 
-    def fits(self, length: int) -> bool:
-        """Whether a part of this length fits into a segment at all."""
-        return record_bytes(length) <= self._log.segment_bytes - PAGE_BYTES
+    @property
+    def longest_part(self) -> int:
+        """In bytes: with its header it takes a whole segment."""
+        return self._log.segment_bytes - PAGE_BYTES - record_bytes(0)
 
     def free_space(self, length: int, deadline: Deadline) -> Outcome:
         """Frees space for a part. DONE: try take() again. LATE: the deadline has passed. FULL: no segment can be

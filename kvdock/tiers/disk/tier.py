@@ -288,6 +288,10 @@ class DiskTier:
     def fault(self) -> str:
         return self._io.fault
 
+    @property
+    def longest_part(self) -> int:
+        return self._space.longest_part
+
     def usage(self) -> Usage:
         used = self._log.bytes_used + self._index.bytes_used
         return Usage(self._space.count, used, self._limit_bytes, self._io.wear_bytes)
@@ -504,7 +508,7 @@ class StoreBatch:
 
     def _extent(self, at: int, length: int) -> Extent | None:
         """Space for the record. None: there is no space, and the part's outcome is set."""
-        while self._space.fits(length):
+        while length <= self._space.longest_part:
             extent = self._space.take(length)
             if extent is not None:
                 return extent
@@ -520,7 +524,7 @@ class StoreBatch:
             elif freed is not Outcome.DONE:
                 self._outcomes[at] = freed
                 return None
-        self._outcomes[at] = Outcome.FULL
+        self._outcomes[at] = Outcome.TOO_LARGE
         return None
 
     def _end_first(self) -> None:

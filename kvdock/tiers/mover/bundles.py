@@ -5,13 +5,14 @@ a namespace has several writers. A bundle is a record whose writer is ALL_WRITER
 the length and the checksum of each writer's part; the parts follow, in the order of the writers. The checksum of the
 record is that of the table.
 
-Where the parts have different lengths, because some could not be packed, each is a record of its own, and the bundle
-has nothing but the table. It is stored after them.
+Where the parts have different lengths, because some could not be packed, or are together longer than a record of the
+tier may be, each is a record of its own, and the bundle has nothing but the table. It is stored after them.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -19,7 +20,7 @@ from typing import Final, NamedTuple
 
 from kvdock.shm.checksum import checksum
 from kvdock.tiers.record import ALL_WRITERS, PartName, Record
-from kvdock.tiers.tier import Deadline, Gathers, Loaded, Outcome, Tier, ToLoad, ToStore
+from kvdock.tiers.tier import Bounds, Deadline, Gathers, Loaded, Outcome, Tier, ToLoad, ToStore
 
 _ENTRY: Final = struct.Struct("<QQ")  # length and checksum of a writer's part
 
@@ -39,6 +40,7 @@ class Bundles:
 
     def __init__(self, tier: Tier, writers: Callable[[bytes], int]) -> None:
         self._tier, self._writers = tier, writers
+        self._longest = tier.longest_part if isinstance(tier, Bounds) else math.inf
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
         """Where several parts of a bundle are named, those that are records of their own are asked for, too: a tier
@@ -65,6 +67,8 @@ class Bundles:
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
         found = [Loaded(Outcome.LATE)] * len(parts)
         bundles, single = self._sorted([part.name for part in parts])
+        apart = [bundle for bundle in bundles if self._is_too_long(bundle, parts)]
+        bundles = [bundle for bundle in bundles if bundle not in apart]
         asked = [self._whole(bundle, parts) for bundle in bundles]
         answers = self._tier.load([*asked, *(parts[at] for at in single)], deadline)
         for at, answer in zip(single, answers[len(asked) :], strict=True):
@@ -72,12 +76,16 @@ class Bundles:
         for bundle, answer in zip(bundles, answers, strict=False):
             for writer, at in bundle.wanted.items():
                 found[at] = _of_table(answer, bundle, writer, parts[at].length)
-        apart = [
+        apart += [
             bundle for bundle, answer in zip(bundles, answers, strict=False) if answer.outcome is Outcome.DAMAGED
         ]
         if apart:
             self._load_apart(apart, parts, found, deadline)
         return found
+
+    def _is_too_long(self, bundle: _Bundle, parts: Sequence[ToLoad]) -> bool:
+        length = parts[next(iter(bundle.wanted.values()))].length
+        return len(bundle.table) + length * bundle.writers > self._longest
 
     def _whole(self, bundle: _Bundle, parts: Sequence[ToLoad]) -> ToLoad:
         """The load of a bundle whose parts are all as long as those that are wanted. Parts that are not wanted go to
@@ -115,7 +123,7 @@ class Bundles:
             entries = b"".join(_ENTRY.pack(part.record.length, part.record.checksum) for part in some)
             bundle.table[:] = entries
             views = [part.pages[: part.record.length] for part in some]
-            if len(set(map(len, views))) > 1:
+            if len(set(map(len, views))) > 1 or len(entries) + sum(map(len, views)) > self._longest:
                 first += bundle.wanted.values()
                 tables.append(bundle)
                 continue

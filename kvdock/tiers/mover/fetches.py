@@ -283,27 +283,35 @@ class Fetches:
         if a store has all."""
         peers = next((handle for handle in handles if isinstance(handle.tier, SharesPool)), None)
         asked = self._claim(fetch, peers) if peers is not None else None
+        known: dict[str, _Step] = {}
         if asked is not None and _are_many(peers) and asked.result().source:
-            steps = self._steps(fetch, [handle for handle in handles if handle is not peers])
+            steps = self._steps(fetch, [handle for handle in handles if handle is not peers], known)
             if sum(len(step.found) for step in steps) == len(fetch.wanted.keys) - fetch.wanted.hit:
                 return steps, asked.result() if steps[-1].handle.tier.poll_s else AT_STORE
-        steps = self._steps(fetch, handles)
+        steps = self._steps(fetch, handles, known)
         is_shared = bool(steps) and steps[-1].handle.tier.poll_s and not isinstance(steps[-1].handle.tier, SharesPool)
         return steps, asked.result() if asked is not None and is_shared else AT_STORE
 
-    def _steps(self, fetch: Fetch, handles: Sequence[TierHandle]) -> list[_Step]:
+    def _steps(self, fetch: Fetch, handles: Sequence[TierHandle], known: dict[str, _Step]) -> list[_Step]:
         """The first tier that has something and is not too slow for it decides; what other nodes' pools lack comes from
-        the next one."""
+        the next one. `known`: by tier, what it has after the hit; a tier that is there is not asked again."""
         steps: list[_Step] = []
-        at, end = fetch.wanted.hit, len(fetch.wanted.keys)
+        hit, end = fetch.wanted.hit, len(fetch.wanted.keys)
+        at = hit
         for handle in handles:
             self._yield_to_requests(fetch)
-            found = self._find(fetch, handle, at)
-            count = self._worth(fetch, handle, len(found))
+            step = known.get(handle.name)
+            if step is None:
+                step = _Step(handle, found=self._find(fetch, handle, at), agreed=fetch.agreed)
+                if at == hit:
+                    known[handle.name] = step
+            else:
+                step = step._replace(found=step.found[at - hit :])
+            count = self._worth(fetch, handle, len(step.found))
             if count:
-                steps.append(_Step(handle, fetch.agreed, found[:count]))
+                steps.append(step._replace(found=step.found[:count]))
                 at += count
-            if at == end or (count and (count < len(found) or not isinstance(handle.tier, SharesPool))):
+            if at == end or (count and (count < len(step.found) or not isinstance(handle.tier, SharesPool))):
                 break
         return steps
 

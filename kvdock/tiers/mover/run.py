@@ -67,6 +67,7 @@ REPORT_S = 0.5
 """How often the state of the tiers is reported."""
 CLOSE_S = 2.0
 FAILING = "its calls fail or are late"
+TOO_LARGE = "some parts are longer than it takes"
 WORDS = {"open": "", "full": "it has no space", "read_only": "it cannot be written"}
 LOST_STATUS = 70
 """The exit status of a mover that ends itself, because a call of a tier cannot be stopped and could still write to the
@@ -199,8 +200,9 @@ class Mover:
             usage, is_off = handle.tier.usage(), handle.breaker.is_open
             writer, stores = self._writers[handle.name], handle.stores.state
             views.append(TierView(
-                name=handle.name, state="off" if is_off else stores, why=FAILING if is_off else WORDS[stores],
-                error=handle.breaker.why if is_off else handle.stores.why if stores != "open" else "",
+                name=handle.name, state="off" if is_off else stores,
+                why=FAILING if is_off else WORDS[stores] or (TOO_LARGE if handle.too_large else ""),
+                error=handle.breaker.why if is_off else handle.stores.why if stores != "open" else handle.too_large,
                 objects=usage.objects, bytes_used=usage.bytes_used,
                 bytes_limit=usage.bytes_limit, wear_bytes=usage.wear_bytes,
                 day_limit_bytes=writer.budget.day_bytes, day_left_bytes=max(0, writer.budget.left_bytes),

@@ -22,6 +22,7 @@ from kvdock.tiers.mover.bundles import part_verbs
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName
 from kvdock.tiers.tier import (
+    Bounds,
     Deadline,
     Loaded,
     NoSpace,
@@ -64,7 +65,7 @@ COUNTED = (
     "failures", "damaged", "declined_too_slow", "declined_too_late",
     "fetched_elsewhere", "followed",
     *(f"left_out_{why}" for why in (
-        "full_queue", "evicted", "no_server", "namespace_gone", "failed", "day_spent",
+        "full_queue", "evicted", "no_server", "namespace_gone", "failed", "day_spent", "too_large",
     )),
 )
 """All counters of a tier, which start at 0. docs/operate/metrics_tiers.md explains them."""
@@ -278,6 +279,8 @@ class TierHandle:
         self.speed, self.breaker = Speed(), Breaker(clock)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.fetches, self.absent, self.stores = FetchTotals(), Absent(clock), Stores(clock)
+        self.too_large = ""
+        """What was the first part that was longer than the tier takes; "": there was none."""
         self._clock, self._lost = clock, lost
         self._lock = threading.Lock()
         self._pools = {
@@ -325,6 +328,8 @@ class TierHandle:
                 log.warning("the tier %s takes stores again", self.name)
         elif Outcome.FULL in found:
             self._refused("full", self._with_fault("it has no space"))
+        if Outcome.TOO_LARGE in found:
+            self._found_too_large(max(part.record.length for part in parts))
         for part, outcome in zip(parts, found, strict=True):
             self.counters[f"store_{outcome.value}"] += 1
             if outcome is Outcome.DONE:
@@ -335,6 +340,12 @@ class TierHandle:
             for part, outcome in zip(parts, found, strict=True) if outcome is Outcome.DONE
         ] or self._trials.stored_last
         return found
+
+    def _found_too_large(self, length: int) -> None:
+        most = f", wanted at most {self.tier.longest_part:,}" if isinstance(self.tier, Bounds) else ""
+        if not self.too_large:
+            self.too_large = f"found a part of {length:,} bytes{most}"
+            log.warning("the tier %s does not take all that is to be stored: %s", self.name, self.too_large)
 
     @property
     def is_only_read(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -288,6 +289,8 @@ class WriteBehind:
         self._queue, self._observer, self._clock = queue, observer, clock
         self._may_store = not isinstance(handle.tier, SharesPool) and not handle.is_only_read
         self._known_stored = KnownStored(handle.tier.recheck_s, clock)
+        self._too_large = KnownStored(math.inf, clock)
+        """Chunks of which the tier does not take all parts."""
         self._rechecks: OrderedDict[ChunkName, None] = OrderedDict()
         """Chunks about which the tier is asked again."""
         self._writing: NamespaceSession | None = None
@@ -315,7 +318,7 @@ class WriteBehind:
         with self._changed:
             if self._until_s is None:
                 names = [(space.digest, key) for key in keys]
-                unknown = self._known_stored.unknown(names)
+                unknown = self._too_large.unknown(self._known_stored.unknown(names))
                 if unknown and self.budget.is_spent:
                     self._handle.counters["left_out_day_spent"] += len(unknown)
                     unknown = []
@@ -331,7 +334,8 @@ class WriteBehind:
         with self._changed:
             self._queue.prioritise(
                 (name, space.chunk_bytes) for space, keys in evicting_soon
-                for name in self._known_stored.unknown((space.digest, key) for key in keys) if self._until_s is None
+                for name in self._too_large.unknown(self._known_stored.unknown((space.digest, key) for key in keys))
+                if self._until_s is None
             )
             self._changed.notify()
 
@@ -550,7 +554,12 @@ class WriteBehind:
             self._handle.counters["left_out_failed"] += len(keys)
             return False
         bad = {key for key, outcome in zip(of_key, outcomes, strict=True) if outcome is not Outcome.DONE}
-        self._handle.counters["left_out_failed"] += len(bad)
+        large = {key for key, outcome in zip(of_key, outcomes, strict=True) if outcome is Outcome.TOO_LARGE}
+        self._handle.counters["left_out_failed"] += len(bad - large)
+        self._handle.counters["left_out_too_large"] += len(large)
+        with self._changed:
+            for key in large:
+                self._too_large.add((space.digest, key))
         good = [key for key in keys if key in of_key and key not in bad]
         if self.has(space, agreed, good):
             self._observer.stored(space.digest, good)

@@ -46,7 +46,7 @@ PIECE_BYTES: Final = 4 << 20
 """A value that is larger than a run is loaded in pieces, two at a time: the server serves other clients between them,
 and answers three times as fast, because its allocator returns the memory of replies of 8 MiB and more at once."""
 LONGEST_VALUE: Final = 512 << 20
-"""The longest value that Redis takes."""
+"""The longest value that Redis takes, with the header."""
 RECHECK_S: Final = 60.0
 
 NAMESPACES: Final = f"kvdock/{VERSION}/namespaces".encode()
@@ -122,6 +122,7 @@ class RedisTier:
 
     name = NAME
     gathers = True
+    longest_part = LONGEST_VALUE - HEADER_BYTES
     poll_s = 1.0
 
     def __init__(self, settings: Settings, nodes: Nodes) -> None:
@@ -180,8 +181,8 @@ class RedisTier:
         return value.read(wire, deadline)
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
-        outcomes = [Outcome.FAILED] * len(parts)
-        wanted = [at for at, part in enumerate(parts) if HEADER_BYTES + part.record.length <= LONGEST_VALUE]
+        outcomes = [Outcome.TOO_LARGE] * len(parts)
+        wanted = [at for at, part in enumerate(parts) if part.record.length <= self.longest_part]
         there = self._set(parts, wanted, outcomes, deadline, (b"NX",))
         if there:
             checks = [_check(at, parts[at].record) for at in there]

@@ -103,22 +103,25 @@ class PeerServer:
     def is_resting(self) -> bool:
         return self._clock() < self._until_s
 
-    def notes(self, notes: Sequence[PeerNote], deadline: Deadline) -> list[int] | None:
-        """The generations there; None: it does not answer."""
-        answer = self._ask(deadline, partial(self._client.peer_notes, PeerNotes(notes=list(notes))))
+    def notes(self, notes: Sequence[PeerNote], deadline: Deadline, *, again: bool = False) -> list[int] | None:
+        """The generations there; None: it does not answer. `again`: as in PeerNotes."""
+        body = PeerNotes(notes=list(notes), again=again and bool(self.last_node))
+        answer = self._ask(deadline, partial(self._client.peer_notes, body))
         if answer is None:
             return None
         self.works()
         return answer.generations if len(answer.generations) == len(notes) else None
 
-    def tell_deleted(self, namespace: str, generation: int, keys: Sequence[bytes], deadline: Deadline) -> bool:
+    def tell_deleted(
+        self, namespace: str, generation: int, keys: Sequence[bytes], deadline: Deadline, *, again: bool = False
+    ) -> bool:
         """Whether it knows now that these chunks were deleted. Until then nothing of the namespace is read there. It is
-        not called while it rests."""
+        not called while it rests. `again`: as in PeerNotes."""
         with self._lock:
             self._owed.setdefault(namespace, set()).update(keys)
         for begin in range(0, len(keys), MAX_STORE_KEYS):
             note = PeerNote(namespace, generation, b"".join(keys[begin : begin + MAX_STORE_KEYS]))
-            if self.is_resting or self.notes([note], deadline) is None:
+            if self.is_resting or self.notes([note], deadline, again=again) is None:
                 return False
         with self._lock:
             self._owed.get(namespace, set()).difference_update(keys)
@@ -432,7 +435,10 @@ class PeersTier:
         others = [peer for peer in self._peers if peer not in first]
         untold: set[PeerServer] = set()
         for peers in (first, others):
-            asked = [self._askers.submit(peer.tell_deleted, namespace, generation, keys, deadline) for peer in peers]
+            asked = [
+                self._askers.submit(peer.tell_deleted, namespace, generation, keys, deadline, again=peers is others)
+                for peer in peers
+            ]
             untold |= {peer for peer, one in zip(peers, asked, strict=True) if not one.result()}
             if len(untold) == len(first):
                 break  # nobody was told

@@ -10,6 +10,7 @@
 #include "bind/parts.h"
 #include "bind/bind.h"
 #include "bind/contiguous.h"
+#include "copy/bands.h"
 #include "copy/checksum.h"
 #include "copy/copy.h"
 #include "copy/threads.h"
@@ -214,6 +215,15 @@ PagedLayout make_layout(const std::vector<PlaneTuple>& tuples, long long num_blo
   return PagedLayout(std::move(planes), natural(num_blocks, "num_blocks"), natural(block_tokens, "block_tokens"));
 }
 
+std::vector<std::array<size_t, 3>> join_bands_of(const PagedLayout& layout, size_t blocks,
+                                                 const std::vector<size_t>& ends, size_t least_bytes) {
+  check_ends(layout, ends);
+  std::vector<std::array<size_t, 3>> made;
+  for (const JoinedBands& one : join_bands(layout, blocks, ends, least_bytes))
+    made.push_back({one.first, one.last, one.end});
+  return made;
+}
+
 void bind_copy(py::module_& m) {
   m.def("set_checksum_keys", set_keys, "nh"_a, "level2"_a,
         "nh: 8192 bytes (k, then k'); level2: 32 bytes a stripe. Longer tables replace shorter ones.");
@@ -242,6 +252,10 @@ void bind_copy(py::module_& m) {
         "checksum. Refuses ids outside 0..num_blocks-1 before any byte moves.");
   m.def("scatter", scatter_buffers, "layout"_a, "slots"_a, "block_ids"_a, "starts"_a, "skips"_a, py::kw_only(),
         "threads"_a, "Slots → paged; the first skips[i] blocks of part i are hashed but never written.");
+  m.def("join_bands", join_bands_of, "layout"_a, "blocks"_a, "ends"_a, "least_bytes"_a,
+        "How a GPU's copier joins the bands of a load of `blocks` blocks: [first band, last band, the plane before "
+        "which they end] for each batch. `ends`: for each band, the plane before which it ends. All bands but the "
+        "first and the last are joined until they have `least_bytes`. Raises CopyError.");
   m.def("memcpy_pieces", memcpy_buffers, "to"_a, "from_"_a, "bytes"_a, py::kw_only(), "threads"_a,
         "The benchmark's reference: libc memcpy of pieces of equal size. to, from_: uint64 addresses [n], unchecked.");
 }

@@ -8,6 +8,8 @@
 
 #include "bind/parts.h"
 #include "bind/bind.h"
+#include "copy/checksum.h"
+#include "cuda/batch.h"
 #include "cuda/copier.h"
 #include "cuda/kernel_image.h"
 
@@ -35,6 +37,15 @@ std::shared_ptr<Copy> scatter(Copier& self, size_t layout, const py::buffer& slo
   const PartBuffers call(slots, block_ids, starts, skips);
   const py::gil_scoped_release released;
   return self.copy(layout, call.parts, Direction::scatter, after, {bands, verified_after});
+}
+
+std::vector<size_t> batch_pieces(size_t bytes, size_t piece_bytes, bool is_load, bool shrinks) {
+  std::vector<size_t> made;
+  const auto stripes = uint32_t(stripes_of(bytes)), most = uint32_t(piece_bytes / kChecksumStripeBytes);
+  const Direction direction = is_load ? Direction::scatter : Direction::gather;
+  for (const cuda::Piece& piece : cuda::cut_into_pieces(stripes, std::max(most, 1u), direction, shrinks))
+    made.push_back((piece.last_stripe - piece.first_stripe) * kChecksumStripeBytes);
+  return made;
 }
 
 std::shared_ptr<Copy> gather(Copier& self, size_t layout, const py::buffer& slots, const py::buffer& block_ids,
@@ -81,7 +92,8 @@ void bind_copier(py::module_& m) {
            "timeout_s"_a = py::none(), Nogil())
       .def("wait_verified", [](const Copy& self, Timeout limit) { return self.wait_verified(or_forever(limit)); },
            "timeout_s"_a = py::none(), Nogil())
-      .def("order", &Copy::order, "stream"_a, "band"_a = py::none(), Nogil())
+      .def("order", &Copy::order, "stream"_a, "band"_a = py::none(), Nogil(),
+           "Returns the last band after which later work on the stream runs.")
       .def("checksums", &Copy::checksums, Nogil(), "Waits; one for each part. Raises CudaError when the copy failed.")
       .def("fit", &Copy::fit, Nogil(),
            "Waits until the copy is verified; of packed parts: whether each fits (gather), or is a packed part of the "
@@ -140,6 +152,8 @@ void bind_cuda(py::module_& m) {
         "own calls, too, while another thread captures a CUDA graph. Does nothing where this process does not use the "
         "driver. CudaError when the driver refuses.");
   m.def("cuda_devices", &cuda::devices, Nogil(), "Raises CudaError when there is no driver or GPU.");
+  m.def("cuda_pieces", &batch_pieces, "bytes"_a, "piece_bytes"_a, py::kw_only(), "is_load"_a, "shrinks"_a,
+        "The bytes of each piece into which a copier cuts a batch of `bytes` bytes.");
   m.def("cuda_kernels", [] { return cuda::kKernelTargets; },
         "The targets of the copy kernels, such as sm_90; empty when nvcc was missing at build time.");
   bind_memory(m);

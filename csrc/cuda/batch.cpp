@@ -11,18 +11,12 @@ namespace {
 
 constexpr uint32_t kSmallestPiece = (1u << 20) / kChecksumStripeBytes;
 
-// Describes the share of a part from stripe `begin`, where the share before it ended, to the last stripe before plane
-// `end`.
-PartArgs describe(const PagedLayout& layout, const Part& part, uint32_t first_stripe, size_t first_id, uint32_t begin,
-                  size_t end) {
+// What all shares of a part have in common.
+PartArgs describe(const PagedLayout& layout, const Part& part) {
   const size_t blocks = part.block_ids.size(), bytes = blocks * layout.block_bytes();
   PartArgs args{};
   args.slot = part.slot;
-  args.first_stripe = first_stripe;
-  args.begin = begin;
-  args.stripes = uint32_t(stripes_of(layout.bytes_before(end) * blocks)) - begin;
   args.units = uint32_t(bytes / kUnitBytes);
-  args.first_id = uint32_t(first_id);
   args.blocks = uint32_t(blocks);
   args.skip_blocks = uint32_t(part.skip_blocks);
   args.plane_units = uint32_t(layout.planes()[0].block_bytes() * blocks / kUnitBytes);
@@ -30,13 +24,25 @@ PartArgs describe(const PagedLayout& layout, const Part& part, uint32_t first_st
   return args;
 }
 
-// Pieces shrink towards the end of a scatter, and grow from the start of a gather.
-std::vector<Piece> cut_into_pieces(uint32_t stripes, uint32_t piece_stripes, Direction direction) {
+// Of a part in its slot.
+size_t slot_bytes(const DeviceLayout& layout, size_t blocks) {
+  return layout.packing ? layout.packing->shape().packed_bytes() : blocks * layout.layout.block_bytes();
+}
+
+}  // namespace
+
+size_t blocks_of(std::span<const Part> parts) {
+  size_t blocks = 0;
+  for (const Part& part : parts) blocks += part.block_ids.size();
+  return blocks;
+}
+
+std::vector<Piece> cut_into_pieces(uint32_t stripes, uint32_t piece_stripes, Direction direction, bool shrinks) {
   std::vector<uint32_t> sizes;
   uint32_t left = stripes;
   while (left > 0) {
     uint32_t size = piece_stripes;
-    if (left < 2 * piece_stripes) size = std::min(size, std::max((left + 1) / 2, kSmallestPiece));
+    if (shrinks && left < 2 * piece_stripes) size = std::min(size, std::max((left + 1) / 2, kSmallestPiece));
     size = std::min(size, left);
     sizes.push_back(size);
     left -= size;
@@ -47,19 +53,6 @@ std::vector<Piece> cut_into_pieces(uint32_t stripes, uint32_t piece_stripes, Dir
   for (const uint32_t size : sizes) pieces.push_back({at, at + size}), at += size;
   return pieces;
 }
-
-size_t blocks_of(std::span<const Part> parts) {
-  size_t blocks = 0;
-  for (const Part& part : parts) blocks += part.block_ids.size();
-  return blocks;
-}
-
-// Of a part in its slot.
-size_t slot_bytes(const DeviceLayout& layout, size_t blocks) {
-  return layout.packing ? layout.packing->shape().packed_bytes() : blocks * layout.layout.block_bytes();
-}
-
-}  // namespace
 
 void check_call(const DeviceLayout& blocks_at, std::span<const Part> parts, const Bands& bands) {
   const PagedLayout& layout = blocks_at.layout;
@@ -80,33 +73,10 @@ void check_call(const DeviceLayout& blocks_at, std::span<const Part> parts, cons
       refuse(Refusal::copy, name + "slot address", parts[i].slot,
              "host memory, where the CPU hashes the rest of a load");
   }
-  size_t before = 0;
-  for (const size_t end : bands.ends) {
-    if (end <= before || end > layout.planes().size())
-      refuse(Refusal::copy, "end of a band (planes)", end,
-             std::to_string(before + 1) + ".." + std::to_string(layout.planes().size()));
-    before = end;
-  }
-  if (!bands.ends.empty() && before != layout.planes().size())
-    refuse(Refusal::copy, "end of the last band (planes)", before, std::to_string(layout.planes().size()));
+  check_ends(layout, bands.ends);
   if (bands.verified_after > bands.ends.size())
     refuse(Refusal::copy, "verified_after (bands)", bands.verified_after,
            "at most " + std::to_string(bands.ends.size()));
-}
-
-std::vector<JoinedBands> join_bands(const PagedLayout& layout, std::span<const Part> parts,
-                                    std::span<const size_t> ends, size_t least_bytes) {
-  const size_t blocks = blocks_of(parts);
-  std::vector<JoinedBands> joined;
-  size_t first = 0, begin_bytes = 0;
-  for (size_t band = 0; band < ends.size(); ++band) {
-    const size_t end_bytes = layout.bytes_before(ends[band]) * blocks;
-    if (band > 0 && band + 1 < ends.size() && end_bytes - begin_bytes < least_bytes) continue;
-    joined.push_back({first, band, ends[band]});
-    first = band + 1;
-    begin_bytes = end_bytes;
-  }
-  return joined;
 }
 
 std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const DeviceLayout& blocks_at,
@@ -116,9 +86,10 @@ std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const Dev
   const size_t call_bytes = blocks_of(parts) * layout.block_bytes();
   const size_t most_direct = direction == Direction::gather ? tuning.direct_store_bytes : tuning.direct_load_bytes;
   std::vector<std::unique_ptr<Batch>> batches;
-  std::vector<uint32_t> begins(parts.size(), 0);
+  std::vector<PartArgs> shares;  // of each part, the one that comes next
   std::vector<uint8_t> are_direct;
   for (const Part& part : parts) {
+    shares.push_back(describe(layout, part));
     const auto range = find_range(part.slot, part.block_ids.size() * layout.block_bytes());
     are_direct.push_back(call_bytes <= most_direct || (range && range->kind == MemoryKind::device));
   }
@@ -141,17 +112,21 @@ std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const Dev
         fresh = false;
       }
       Batch& batch = *batches.back();
-      batch.parts.push_back(describe(layout, parts[i], batch.stripes, batch.ids.size(), begins[i], joined.end));
+      PartArgs& share = shares[i];
+      share.first_stripe = batch.stripes;
+      share.first_id = uint32_t(batch.ids.size());
+      share.stripes = uint32_t(stripes_of(layout.bytes_before(joined.end) * share.blocks)) - share.begin;
+      batch.parts.push_back(share);
       batch.ids.insert(batch.ids.end(), parts[i].block_ids.begin(), parts[i].block_ids.end());
-      batch.stripes += batch.parts.back().stripes;
-      begins[i] += batch.parts.back().stripes;
+      batch.stripes += share.stripes;
+      share.begin += share.stripes;
     }
     if (!batches.empty()) batches.back()->ends_band = true;
   }
   const auto piece_stripes = uint32_t(tuning.piece_bytes / kChecksumStripeBytes);
   for (const auto& batch : batches) {
     if (batch->direct && batch->stripes != 0) batch->pieces = {{0, batch->stripes}};
-    else batch->pieces = cut_into_pieces(batch->stripes, piece_stripes, direction);
+    else batch->pieces = cut_into_pieces(batch->stripes, piece_stripes, direction, true);
   }
   return batches;
 }

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "copy/bands.h"
 #include "copy/copy.h"
 #include "cuda/device_layout.h"
 #include "cuda/handle.h"
@@ -18,6 +19,9 @@ namespace kvdock::cuda {
 
 inline constexpr size_t kRingBytes = size_t(8) << 20;
 inline constexpr size_t kBatchRingBytes = kRingBytes / 4;  // so that several batches are under way
+
+// Of all parts together.
+size_t blocks_of(std::span<const Part> parts);
 
 // Checks all arguments of a call. Throws Refused{copy}.
 void check_call(const DeviceLayout& layout, std::span<const Part> parts, const Bands& bands);
@@ -84,15 +88,9 @@ class DescriptorRing {
   size_t bytes_, head_ = 0, tail_ = 0, taken_ = 0;
 };
 
-// Bands [first, last] of a call, which are copied together. Their planes end before `end`.
-struct JoinedBands {
-  size_t first, last, end;
-};
-
-// Joins bands with the next ones until they have `least_bytes`, because each batch costs a dozen calls of the driver.
-// The first band stays alone: a forward pass may start once it has been copied. `ends`: as in Bands.
-std::vector<JoinedBands> join_bands(const PagedLayout& layout, std::span<const Part> parts,
-                                    std::span<const size_t> ends, size_t least_bytes);
+// Pieces of at most `piece_stripes`. `shrinks`: they become smaller towards the end of a scatter, and larger from the
+// start of a gather.
+std::vector<Piece> cut_into_pieces(uint32_t stripes, uint32_t piece_stripes, Direction direction, bool shrinks);
 
 // Cuts a call into batches, and each of them into pieces. REQUIRES: check_call() passed.
 std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const DeviceLayout& layout,

@@ -92,7 +92,8 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   const size_t all[] = {layout.layout.planes().size()};
   const std::span<const size_t> ends = bands.ends.empty() ? all : bands.ends;
   const size_t verified_after = bands.verified_after;
-  const auto joined = join_bands(layout.layout, parts, ends, verified_after == 0 ? tuning_.least_band_bytes : 0);
+  const size_t least_bytes = verified_after == 0 ? tuning_.least_band_bytes : 0;
+  const auto joined = join_bands(layout.layout, blocks_of(parts), ends, least_bytes);
   auto batches = layout.packing ? make_packed_batches(tuning_, layout, parts, direction, joined)
                                 : make_batches(tuning_, layout, parts, direction, joined);
   auto copy = std::make_shared<Copy>();
@@ -101,6 +102,7 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   copy->fit_.resize(parts.size(), true);
   if (batches.empty()) return copy;
   copy->bands_.resize(ends.size());
+  for (const JoinedBands& one : joined) copy->joined_with_.resize(one.last + 1, one.last);
 
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (closed_) refuse(Refusal::copy, "copier", "closed", "open");
@@ -303,19 +305,20 @@ std::optional<double> Copy::took_s() const {
   return took_s_;
 }
 
-void Copy::order(uintptr_t stream, std::optional<size_t> which) {
+size_t Copy::order(uintptr_t stream, std::optional<size_t> which) {
   std::unique_lock<std::mutex> lock(shared_->mutex);
-  if (bands_.empty()) return;  // a copy of nothing
+  if (bands_.empty()) return which.value_or(0);  // a copy of nothing
   const size_t band = which.value_or(bands_.size() - 1);
   if (band >= bands_.size()) refuse(Refusal::copy, "band", band, "less than " + std::to_string(bands_.size()));
   while (bands_submitted_ <= band) {
     if (copier_->can_advance()) copier_->advance(lock, SIZE_MAX);
     else shared_->changed.wait(lock);
   }
-  if (bands_[band] == nullptr) return;  // the band has ended
+  if (bands_[band] == nullptr) return joined_with_[band];  // the band has ended
   const ContextGuard cu(shared_->device);
   refuse_captured(cu, reinterpret_cast<Stream>(stream));
   check(cu->cuStreamWaitEvent(reinterpret_cast<Stream>(stream), bands_[band], 0), "cuStreamWaitEvent");
+  return joined_with_[band];
 }
 
 }  // namespace kvdock::cuda

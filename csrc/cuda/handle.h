@@ -40,8 +40,8 @@ class Copy {
   bool done() const;
   bool wait(double timeout_s) const;  // negative: for ever. False on timeout
   // Later work on `stream` runs after the copy, or after its bands up to `band`. Submits the pieces of these bands that
-  // were not submitted yet.
-  void order(uintptr_t stream, std::optional<size_t> band);
+  // were not submitted yet. Returns the last band that the work runs after: the last of those that `band` is joined with.
+  size_t order(uintptr_t stream, std::optional<size_t> band);
   // Waits, then returns each part's checksum. Throws Refused{cuda} when the copy failed.
   std::vector<uint64_t> checksums() const;
   // Waits until the copy is verified. After a gather: false, a part needs more units of the pool than there are, and
@@ -72,6 +72,7 @@ class Copy {
   size_t verified_after_ = 0, first_batches_left_ = 0, hashes_left_ = 0;  // first batches: those of the first bands
   Event after_ = nullptr;     // belongs to the copier, as those of bands_ do; null once it is not needed
   std::vector<Event> bands_;  // the end of each band
+  std::vector<size_t> joined_with_;  // for each band, the last one that is copied together with it
   std::chrono::steady_clock::time_point called_ = std::chrono::steady_clock::now();
   std::optional<double> took_s_;
   std::string error_;

@@ -586,13 +586,20 @@ class Layers:
                 band = next(band for band, end in enumerate(ends) if plane < end)
                 self._where.setdefault(layer, []).append((group, band))
         self._all = [(group, len(bands.ends) - 1) for group, bands in enumerate(self.bands)]
-        self._watched: list[Loading] = []
+        self._watched: list[tuple[int, StreamHandle]] = []
+        """The copies of the watched loads, with their groups."""
         self._ordered: set[tuple[int, int, int]] = set()
+        self._reached: dict[tuple[int, int], int] = {}
+        """By the index of a watched copy, and a stream, the last band after which the stream's work runs."""
 
     def watch(self, loadings: Sequence[Loading]) -> None:
         """Watches the verified loads of a step that calls order() for each layer. The loads of the step before are
         forgotten."""
-        self._watched, self._ordered = [loading for loading in loadings if loading.copies], set()
+        self._watched, self._ordered, self._reached = [], set(), {}
+        for loading in loadings:
+            for own, _, handle in loading.copies:
+                assert isinstance(handle, StreamHandle), "watched loads are a GPU's"
+                self._watched.append((own.group, handle))
 
     def order(self, layer: str, stream: int) -> None:
         """Work that is put on `stream` from now on runs after the copies of the layer's KV. A layer that is in no group
@@ -605,11 +612,10 @@ class Layers:
                 self._order(group, band, stream)
 
     def _order(self, group: int, band: int, stream: int) -> None:
-        for loading in self._watched:
-            for own, _, handle in loading.copies:
-                if own.group == group:
-                    assert isinstance(handle, StreamHandle), "watched loads are a GPU's"
-                    handle.order(stream, band)
+        """Asks a copier once for bands that it has joined."""
+        for at, (of, handle) in enumerate(self._watched):
+            if of == group and self._reached.get((at, stream), -1) < band:
+                self._reached[at, stream] = handle.order(stream, band)
 
     @property
     def any_watched(self) -> bool:
@@ -620,7 +626,7 @@ class Layers:
         asked = {(group, band) for group, band, _ in self._ordered}
         return all(
             (group, band) in asked
-            for loading in self._watched for (_, group), _, _ in loading.copies
+            for group, _ in self._watched
             for band in range(len(self.bands[group].ends))
         )
 

@@ -135,9 +135,9 @@ class CopyHandle(Protocol):
 class StreamHandle(CopyHandle, Protocol):
     """A copy that streams can wait for, and that may be verified before it ends: CudaHandle."""
 
-    def order(self, stream: int, band: int | None = None) -> None:
+    def order(self, stream: int, band: int | None = None) -> int:
         """Work put on `stream` (a CUstream as an integer) from now on starts after the copy, or after its bands
-        up to `band`."""
+        up to `band`. Returns the last band that it starts after, because a copier may join small bands."""
 
     def verified(self, timeout_s: float | None) -> list[PartResult] | None:
         """Waits until the bytes of all parts have been hashed, in the slots while they are still being copied. One

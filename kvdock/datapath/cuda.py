@@ -116,10 +116,11 @@ class CudaHandle:
         """True once the copy has ended, False on timeout. Waits without the GIL."""
         return self._copy.wait(timeout_s)
 
-    def order(self, stream: int, band: int | None = None) -> None:
+    def order(self, stream: int, band: int | None = None) -> int:
         """Later work on `stream` (a CUstream as an integer) runs after the copy, or after its bands up to `band`.
-        Raises CopyError for a band that the copy does not have."""
-        self._copy.order(stream, band)
+        Returns the last band that it runs after: `band`, or the last one that the copier has joined with it. Raises
+        CopyError for a band that the copy does not have."""
+        return self._copy.order(stream, band)
 
     def verified(self, timeout_s: float | None) -> list[PartResult] | None:
         """Waits until the copy is verified. Returns the same as result(), but for bytes that were not copied yet, the

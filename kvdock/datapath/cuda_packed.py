@@ -124,12 +124,11 @@ class TwoKinds:
         rest = self._begin_rest()
         return rest is None or rest.wait(left_s())
 
-    def order(self, stream: int, band: int | None = None) -> None:
+    def order(self, stream: int, band: int | None = None) -> int:
         """As CudaHandle.order(). Work that is ordered after a store may overwrite its blocks, so parts that do not fit
         are not copied raw from then on."""
         self._again = None if self._rest is None else self._again
-        for handle in self._handles:
-            handle.order(stream, band)
+        return min([handle.order(stream, band) for handle in self._handles], default=band or 0)
 
     def verified(self, timeout_s: float | None) -> list[PartResult] | None:
         found = [None if handle is None else handle.verified(timeout_s) for handle in (self._raw, self._packed)]

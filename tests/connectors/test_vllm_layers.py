@@ -13,13 +13,15 @@ from kvdock.datapath.copy import PartResult
 
 
 class Copy:
-    """Writes down what was ordered after it."""
+    """Writes down what was ordered after it. `joined`: the last of the bands that are joined with each band."""
 
-    def __init__(self) -> None:
+    def __init__(self, joined: dict[int, int] | None = None) -> None:
         self.orders: list[tuple[int, int | None]] = []
+        self._joined = joined or {}
 
-    def order(self, stream: int, band: int | None = None) -> None:
+    def order(self, stream: int, band: int | None = None) -> int:
         self.orders.append((stream, band))
+        return self._joined.get(band or 0, band or 0)
 
     def done(self) -> bool:
         return True
@@ -40,8 +42,8 @@ class Copy:
         return []
 
 
-def loading(*groups: int) -> tuple[Any, list[Copy]]:
-    copies = [Copy() for _ in groups]
+def loading(*groups: int, joined: dict[int, int] | None = None) -> tuple[Any, list[Copy]]:
+    copies = [Copy(joined) for _ in groups]
     made = [(Own(0, group), (), copy) for group, copy in zip(groups, copies, strict=True)]
     return SimpleNamespace(copies=made), copies
 
@@ -85,6 +87,22 @@ def test_each_band_is_waited_for_once_a_stream_and_every_layer_must_be_asked_for
     assert copy.orders[-1] == (6, 1), "another stream has not waited"
     layers.watch([])
     assert state(layers) == (False, True)
+
+
+def test_bands_that_the_copier_has_joined_are_waited_for_once() -> None:
+    """Of eight bands of one layer the first stays alone, the next four are one batch, and the last three another."""
+    layers = Layers([{f"layer.{at}": at for at in range(8)}], VERIFIED_BEFORE)
+    one, (copy,) = loading(0, joined={at: at and (4 if at < 5 else 7) for at in range(8)})
+    alone, (other,) = loading(0)
+    layers.watch([one, alone])
+    for at in range(8):
+        assert state(layers) == (True, False)
+        layers.order(f"layer.{at}", 5)
+    assert copy.orders == [(5, 0), (5, 1), (5, 5)] and state(layers) == (True, True)
+    assert other.orders == [(5, band) for band in range(8)], "a smaller load beside it has its own bands"
+    layers.order("layer.3", 6)
+    layers.order("layer.2", 6)
+    assert copy.orders[3:] == [(6, 3)], "the bands before one have come when it has"
 
 
 def test_a_layer_waits_for_its_own_groups_copies_alone() -> None:

@@ -131,8 +131,9 @@ class LateCopy:
     def __init__(self, loading: LateLoading, real: CopyHandle | None = None) -> None:
         self._loading, self._real = loading, real
 
-    def order(self, stream: int, band: int | None = None) -> None:
+    def order(self, stream: int, band: int | None = None) -> int:
         self._loading.wait(None)
+        return band or 0
 
     def done(self) -> bool:
         return self._real is not None

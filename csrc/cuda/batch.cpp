@@ -125,8 +125,9 @@ std::vector<std::unique_ptr<Batch>> make_batches(const Tuning& tuning, const Dev
   }
   const auto piece_stripes = uint32_t(tuning.piece_bytes / kChecksumStripeBytes);
   for (const auto& batch : batches) {
+    const bool is_edge = batch == (direction == Direction::gather ? batches.front() : batches.back());
     if (batch->direct && batch->stripes != 0) batch->pieces = {{0, batch->stripes}};
-    else batch->pieces = cut_into_pieces(batch->stripes, piece_stripes, direction, true);
+    else batch->pieces = cut_into_pieces(batch->stripes, piece_stripes, direction, is_edge);
   }
   return batches;
 }

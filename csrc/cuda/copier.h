@@ -6,7 +6,8 @@
 //
 // A call is cut into batches that fit the descriptor ring, a batch into pieces that fit a staging buffer. Pieces become
 // smaller towards the end of a load (and larger from the start of a store), because the last kernel of a load (the
-// first of a store) does not overlap any transfer, so it should be short. A load may be cut into bands: neighbouring
+// first of a store) does not overlap any transfer, so it should be short. In the batches before, pieces are as large
+// as they can be, because each costs seven calls of the driver. A load may be cut into bands: neighbouring
 // planes (layers) of all parts, then the next ones. The CPU can hash, in the slots, the bands that are not copied yet:
 // thus a load can be verified before it has ended.
 //

@@ -93,3 +93,17 @@ def test_joined_bands_one_after_the_other_are_bitwise_the_whole_copy(seed: int) 
             assert layout.block_bytes * len(ids) >= least_bytes
     wanted = source.blocks_now()
     assert target.blocks_now() == {at: wanted[at] if at[2] in ids else before[at] for at in before}
+
+
+def test_pieces_become_small_only_where_a_copy_begins_or_ends() -> None:
+    """Each piece costs seven calls of the driver. The last kernel of a load, and the first of a store, is short."""
+    inside = _core.cuda_pieces(64 * MIB, 16 * MIB, is_load=True, shrinks=False)
+    assert inside == [16 * MIB] * 4
+    last = _core.cuda_pieces(64 * MIB, 16 * MIB, is_load=True, shrinks=True)
+    assert last == [size * MIB for size in (16, 16, 16, 8, 4, 2, 1, 1)]
+    assert _core.cuda_pieces(64 * MIB, 16 * MIB, is_load=False, shrinks=True) == last[::-1]
+    for size in (1, 4096, 5 * MIB, 16 * MIB, 16 * MIB + 1, 33 * MIB + 7):
+        for shrinks in (True, False):
+            pieces = _core.cuda_pieces(size, 16 * MIB, is_load=True, shrinks=shrinks)
+            assert sum(pieces) == -(-size // 4096) * 4096 and max(pieces) <= 16 * MIB
+    assert _core.cuda_pieces(0, 16 * MIB, is_load=True, shrinks=True) == []

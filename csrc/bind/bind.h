@@ -27,6 +27,7 @@ void bind_bytes(py::module_& m);
 void bind_cuda(py::module_& m);
 void bind_curve(py::module_& m);
 void bind_key_filter(py::module_& m);
+void bind_keys(py::module_& m);
 void bind_pack(py::module_& m);
 void bind_part_map(py::module_& m);
 void bind_plan(py::module_& m);

@@ -27,6 +27,7 @@ PYBIND11_MODULE(_core, m) {
   kvdock::bind_bytes(m);
   kvdock::bind_cuda(m);
   kvdock::bind_key_filter(m);
+  kvdock::bind_keys(m);
   kvdock::bind_pack(m);
   kvdock::bind_part_map(m);
   kvdock::bind_plan(m);

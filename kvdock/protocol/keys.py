@@ -32,11 +32,12 @@ from hashlib import blake2b
 from itertools import pairwise
 from typing import Final
 
-from kvdock._core import KEY_BYTES
+from kvdock._core import KEY_BYTES, hashed_keys
 from kvdock.protocol.errors import ManifestError
 
 HASH_FUNCTION: Final = "blake2b-256"
 """The manifest's `hash_function` when keys are made from tokens."""
+_HASHED: Final = b"kvdock hashed"
 UNKNOWN_PARENT: Final = b"\xff" * KEY_BYTES
 """Stands for the key of a parent that the engine does not know: it does not know what comes before its store's first
 key."""
@@ -161,11 +162,14 @@ class KeyChain:
 
 
 class HashedChain:
-    """The keys of a sequence that its engine hashes as it grows. Each item of `hashes` covers `hash_tokens` more tokens
-    and all tokens before them; they may lag behind the tokens. Raises ManifestError unless whole hashes make a chunk.
+    """The keys of a sequence that its engine hashes as it grows. Each item of `hashes` (bytes, or their hex digits)
+    covers `hash_tokens` more tokens and all tokens before them; they may lag behind the tokens. Raises ManifestError
+    unless whole hashes make a chunk.
     """
 
-    def __init__(self, namespace: bytes, chunk_tokens: int, hashes: Sequence[bytes], hash_tokens: int) -> None:
+    def __init__(
+        self, namespace: bytes, chunk_tokens: int, hashes: Sequence[bytes] | Sequence[str], hash_tokens: int
+    ) -> None:
         if chunk_tokens % hash_tokens:
             raise ManifestError("chunk_tokens", found=chunk_tokens, wanted=f"a multiple of {hash_tokens}")
         self.keys: list[bytes] = []
@@ -174,15 +178,16 @@ class HashedChain:
         """The key before the first; None: there is none; UNKNOWN_PARENT: the engine does not know it."""
         self._namespace, self._hashes, self._per_chunk = namespace, hashes, chunk_tokens // hash_tokens
 
-    def key_of(self, hashed: bytes) -> bytes:
+    def key_of(self, hashed: bytes | str) -> bytes:
         """The key made from an engine's hash."""
-        return _digest(b"kvdock hashed", self._namespace + hashed)
+        return hashed_keys(_HASHED, self._namespace, (hashed,))[0]
 
-    def follow(self, tokens: Sequence[int]) -> None:
+    def follow(self, tokens: Sequence[int] = ()) -> None:
         """Makes keys of the hashes that were added since the last call. The engine computed the hashes from
         `tokens`."""
-        for end in range((len(self.keys) + 1) * self._per_chunk, len(self._hashes) + 1, self._per_chunk):
-            self.keys.append(self.key_of(self._hashes[end - 1]))
+        first = (len(self.keys) + 1) * self._per_chunk - 1  # the chunk's last hash covers all of it
+        if first < len(self._hashes):
+            self.keys += hashed_keys(_HASHED, self._namespace, self._hashes[first :: self._per_chunk])
 
 
 def pack_tokens(tokens: Sequence[int]) -> bytes:

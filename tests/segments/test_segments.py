@@ -413,6 +413,24 @@ def test_keys_of_an_engine_that_hashes_itself_come_from_the_last_hash_of_each_ch
         HashedChain(space, 12, hashes, 5)
 
 
+@pytest.mark.parametrize("prefix", [0, 1, 32, 127, 128, 129, 1000])
+def test_the_cores_keys_are_pythons_blake2b_for_every_length_and_either_form_of_a_hash(prefix: int) -> None:
+    drawn = random.Random(prefix)
+    before, hashes = drawn.randbytes(prefix), [drawn.randbytes(size) for size in (*range(0, 300, 7), 32, 128, 256)]
+    for person in (b"", b"kvdock hashed", b"sixteen bytes...", b"\0after a zero"):
+        wanted = [blake2b(before + one, digest_size=32, person=person).digest() for one in hashes]
+        assert _core.hashed_keys(person, before, hashes) == wanted
+        assert _core.hashed_keys(person, before, [one.hex() for one in hashes]) == wanted
+        assert _core.hashed_keys(person, before, [one.hex().upper() for one in hashes]) == wanted
+    assert _core.hashed_keys(b"", before, ()) == []
+
+
+@pytest.mark.parametrize("text", ["a", "0g", "00x0", "aé"])
+def test_a_hash_that_is_not_hex_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=f"hash: found '{text}', wanted bytes or hex digits"):
+        _core.hashed_keys(b"", b"", ["00", text])
+
+
 @pytest.mark.parametrize("bad", [[1, -1], [1 << 32], ["a"], [1.5], [None]])
 def test_tokens_outside_32_bits_are_refused_and_change_nothing(bad: list[int]) -> None:
     chain = KeyChain(bytes(32), 2)

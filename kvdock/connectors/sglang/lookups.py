@@ -119,8 +119,9 @@ class Chains:
 
     def keys(self, namespace: bytes, pages: Sequence[str]) -> list[bytes]:
         """The keys of pages of the weights that the engine runs now."""
-        chain = HashedChain(tagged(namespace, self._weights.tag), 1, (), 1)
-        return [chain.key_of(bytes.fromhex(page)) for page in pages]
+        chain = HashedChain(tagged(namespace, self._weights.tag), 1, pages, 1)
+        chain.follow()
+        return chain.keys
 
     def chunks_of(self, name: str) -> ChunkOf | None:
         """See Announcing, as for names_of."""
@@ -134,11 +135,11 @@ class Chains:
     def of(self, name: str, namespace: bytes, page_tokens: int) -> Chain:
         """See ChainOf."""
         pages, parent, tag = self._pages.get(name, ((), UNKNOWN, b""))
-        chain = HashedChain(tagged(namespace, tag), page_tokens, [bytes.fromhex(page) for page in pages], page_tokens)
+        chain = HashedChain(tagged(namespace, tag), page_tokens, pages, page_tokens)
         if parent is UNKNOWN:
             chain.parent = UNKNOWN_PARENT
         elif parent != START:
-            chain.parent = chain.key_of(bytes.fromhex(parent))
+            chain.parent = chain.key_of(parent)
         return chain
 
 

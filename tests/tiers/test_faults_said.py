@@ -89,7 +89,7 @@ def test_parts_that_a_disk_never_takes_are_said_and_others_are_kept(tmp_path: Pa
             disk_bytes=4 * MIB,
         ) as server,
         closing(TierEngine(server.unix, manifest(MIB, model="large"))) as large,
-        closing(TierEngine(server.unix, manifest(PART // 8, model="small"))) as small,
+        closing(TierEngine(server.unix, manifest(PART // 8, model="small"), "another")) as small,
     ):
         is_served(server, 2)
         has_state(server.unix, "open")
@@ -103,7 +103,7 @@ def test_parts_that_a_disk_never_takes_are_said_and_others_are_kept(tmp_path: Pa
         eventually(is_said, 30.0)
         eventually(lambda: the_tier(small).counters["store_done"] == 2, 30.0)
         for number in range(4):
-            large.awaited(keys, f"asks {number}")
+            large.release(large.awaited(keys, f"asks {number}"))
         said = the_tier(large)
         assert said.state == "open" and f"found a part of {MIB:,} bytes, wanted at most " in said.error
         assert said.counters["failures"] == said.counters["left_out_failed"] == 0

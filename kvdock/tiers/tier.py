@@ -385,6 +385,9 @@ class SharesPool(Protocol):
         namespace. Waits for the first of them while it is coming there. Ends the `lease` of an earlier call; 0: there
         is none. None: the source does not answer."""
 
+    def lag_s(self, node: str) -> float:
+        """How long the node has taken to answer lately, without the time for which it was asked to wait."""
+
     def release(self, node: str, lease: int, name: PartName) -> None:
         """Ends a lease of coming(). `name`: of one of its parts."""
 

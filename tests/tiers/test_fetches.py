@@ -168,6 +168,9 @@ class FailedPools(HeldTier):
     def coming(self, at: Place, names: Sequence[PartName], lease: int, deadline: Deadline) -> Coming | None:
         return None
 
+    def lag_s(self, node: str) -> float:
+        return 0.0
+
     def release(self, node: str, lease: int, name: PartName) -> None: ...
 
 
@@ -264,6 +267,10 @@ class OtherPool:
         self.place = AT_STORE
         """What claim() returns."""
         self.released: list[int] = []
+        self.lag = 0.0
+
+    def lag_s(self, node: str) -> float:
+        return self.lag
 
     def admit(self, address: str) -> str:
         return ""
@@ -283,13 +290,17 @@ class OtherPool:
         self.released.append(lease)
 
 
-@pytest.mark.parametrize(("answers", "depth", "calls"), [(2, 1, 3), (9, 1, 3), (9, 2, 8)])
+@pytest.mark.parametrize(("answers", "depth", "lag", "calls"), [
+    (2, 1, 0.0, 3), (9, 1, 0.0, 3), (9, 2, 0.0, 8), (9, 1, 0.125, 8),
+])
 def test_another_node_is_asked_only_while_it_can_wait_and_keeps_no_lease(
-    tier: HeldTier, answers: int, depth: int, calls: int
+    tier: HeldTier, answers: int, depth: int, lag: float, calls: int
 ) -> None:
-    """Its lease ends, though its last answer did not come. With one more node between, it is given as much time again.
+    """Its lease ends, though its last answer did not come. With one more node between, it is given as much time again,
+    and more where it takes long to answer.
     """
     pool, handle = OtherPool(answers), TierHandle(tier, clock=lambda: 0.0, lost=lambda error: None)
+    pool.lag = lag
     names = [PartName(bytes(32), bytes([at]) * 32, 0, 0) for at in range(4)]
     following = Following(pool, Place("a", depth), handle, names, chunk_bytes=PART, clock=lambda: pool.now_s)
     assert following.there(0, 4, Deadline(60.0)) == 0

@@ -63,7 +63,8 @@ DEPTH = 4
 AHEAD_EXISTS_S, AHEAD_BATCH_BYTES = 10.0, 8 << 20
 """For fetches ahead of requests: how long a tier may take to answer, and the size of a batch."""
 PASSED_BYTES = 2 << 20
-"""The size of a batch that comes from a node that loads it now: others may wait here for each batch."""
+"""The size of a batch that comes from a node that loads it now, and of the first one that comes from a store: others
+may wait here for each batch."""
 ROOM_S, ROOM_SHARE = 0.01, 0.75
 """How often a fetch that waits for room in the pool tries again, and the share of the pool that all may need."""
 ROOM_COMES = ("no_space", "held_bytes")
@@ -100,6 +101,8 @@ class Fetch:
         """The chunks that it loads, or may still find, as far as other nodes may wait for them."""
         self.depth = 0
         """How many nodes they pass before: those of a greater depth may wait for them."""
+        self.is_claimed = False
+        """Whether it has asked for its place among the nodes that want them, so that others may wait for them."""
         self.has_room = True
         """Whether the pool has room for them."""
         self.is_promised = False
@@ -326,7 +329,7 @@ class Fetches:
             return None
         assert isinstance(tier, SharesPool)
         name = agreed.note.name(space.digest, missing[0], 0, space.ranks[0])
-        most_s = max(EXISTS_S, EXISTS_SHARE * fetch.deadline.left_s)
+        most_s, fetch.is_claimed = max(EXISTS_S, EXISTS_SHARE * fetch.deadline.left_s), True
         return self._threads.notes.submit(tier.claim, name, Deadline(most_s))
 
     def _yield_to_requests(self, fetch: Fetch) -> None:
@@ -465,7 +468,8 @@ class Fetches:
         if fetch.depth:
             most_bytes = min(most_bytes, PASSED_BYTES)
         in_progress: deque[_Batch] = deque()
-        left = deque(self._batches(fetch.wanted.space, found, most_bytes))
+        first_bytes = PASSED_BYTES if fetch.is_claimed else most_bytes
+        left = deque(self._batches(fetch.wanted.space, found, most_bytes, first_bytes))
         until_s, is_whole = self._clock() + self._compute_s(fetch, len(found)), True
         try:
             while left and is_whole:
@@ -502,12 +506,15 @@ class Fetches:
         speed = fetch.wanted.tokens_per_s
         return chunks * fetch.wanted.space.manifest.chunk_tokens / speed if speed else inf
 
-    def _batches(self, space: NamespaceSession, found: list[list[int]], most_bytes: int) -> list[tuple[int, int]]:
-        """(index of the first chunk, number of chunks) of each batch. The chunks of a batch have the same groups."""
+    def _batches(
+        self, space: NamespaceSession, found: list[list[int]], most_bytes: int, first_bytes: int
+    ) -> list[tuple[int, int]]:
+        """(index of the first chunk, number of chunks) of each batch. The chunks of a batch have the same groups. The
+        first batch has at most `first_bytes`, and each other one twice as much as the one before."""
         parts = len(space.manifest.groups) * space.manifest.writers
-        most = max(1, min(most_bytes // space.chunk_bytes, MAX_ENTRIES // parts))
         batches, at = [], 0
         while at < len(found):
+            most = max(1, min(min(most_bytes, first_bytes << len(batches)) // space.chunk_bytes, MAX_ENTRIES // parts))
             end = at + 1
             while end < len(found) and end - at < most and found[end] == found[at]:
                 end += 1

@@ -19,6 +19,8 @@ from kvdock.tiers.tier import Deadline, Place, SharesPool
 STALL_S: Final = 0.5
 """For so long a fetch waits for the next chunk of the node that loads, and so much longer for each node between them:
 where that one fails, those that read from it load first, and the others need not."""
+LAGS: Final = 4
+"""So many times the time that the source takes to answer come on top: where it is busy, its chunks come later, too."""
 SLOW_S: Final = 10.0
 """For so long nobody is followed after another node was slower."""
 WAIT_SHARE: Final = 0.5
@@ -50,13 +52,18 @@ class Following:
         """How many chunks from number `at` on the other node has, `most` at most. They are held there until the next
         call. 0: the rest is to be loaded from the store."""
         while (left_s := self._left_s(at, most, deadline)) >= SHORTEST_S:
+            asked_s = self._clock()
             found = self._peers.coming(self._at, self._names[at : at + most], self._lease, Deadline(left_s))
-            if found is not None:
-                self._lease = found.lease
-            if found is not None and found.there:
+            if found is None:
+                if self._clock() - asked_s < SHORTEST_S:  # it cannot be asked; else its answer is late
+                    self.why = SILENT
+                    break
+                continue
+            self._lease = found.lease
+            if found.there:
                 return found.there
-            if found is None or not found.expected:
-                self.why = SILENT if found is None else NO_MORE
+            if not found.expected:
+                self.why = NO_MORE
                 break
         return 0
 
@@ -69,11 +76,12 @@ class Following:
             self._peers.release(self._at.source, self._lease, self._names[0])
 
     def _left_s(self, at: int, most: int, deadline: Deadline) -> float:
-        now_s, depth = self._clock(), max(1, self._at.depth)
-        left_s = min(self._came_s + depth * STALL_S - now_s, WAIT_SHARE * deadline.left_s)
+        now_s, steps = self._clock(), max(1, self._at.depth)
+        patience_s = steps * (STALL_S + LAGS * self._peers.lag_s(self._at.source))
+        left_s = min(self._came_s + patience_s - now_s, WAIT_SHARE * deadline.left_s)
         if self._store.fetches.count:  # else its speed is not known
             store_s = self._store.expected_s(min(at + most, len(self._names)) * self._chunk_bytes)
-            fair_s = self._began_s + depth * STALL_S - now_s
+            fair_s = self._began_s + patience_s - now_s
             if fair_s + self._at.nodes * store_s < SHORTEST_S:
                 self._ask_again(deadline)
             if fair_s + self._at.nodes * store_s < SHORTEST_S:

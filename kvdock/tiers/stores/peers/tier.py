@@ -59,6 +59,8 @@ BUSY: Final = ("not_ready", "too_busy")
 """The refusals of a node that works, and has no time for the call."""
 CALL_S: Final = 0.1
 """How much sooner than its caller gives up a peer answers that waits for a chunk."""
+LAG_KEPT: Final = 0.8
+"""With each answer that is quicker, so much of what is known of a peer's lag is kept."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
 """For how long a peer that has failed is not asked: at first, and at most. It doubles with each failure in a row."""
 READERS: Final = 4
@@ -95,6 +97,8 @@ class PeerServer:
         """Why its last call or read has failed."""
         self._owed: dict[str, set[bytes]] = {}
         """By namespace, deleted keys of which it has not been told."""
+        self.lag_s = 0.0
+        """How long its last answers took at most, without the time for which it was asked to wait."""
         self.node = self.last_node = ""
         """Its name among its peers; "": it has not told it since it has failed last, or is of an earlier release.
         `last_node`: the name that it has told last, however often it has failed since."""
@@ -145,7 +149,10 @@ class PeerServer:
         """None: it does not answer, or must not be read."""
         if self._owed.get(body.namespace) and not body.claimer:
             return None
+        began_s = self._clock()
         answer = self._ask(deadline, partial(self._client.peer_read, body))
+        if answer is not None:
+            self.lag_s = max(LAG_KEPT * self.lag_s, self._clock() - began_s - body.wait_s)
         if answer is not None and answer.node:
             self.node = self.last_node = answer.node
         return answer
@@ -253,7 +260,8 @@ class PeersTier:
         if peer is None or peer.is_resting:
             return None
         body = _reads_of(names)[0]
-        body.address, body.wait_s = self._engine.address, max(0.0, min(MAX_WAIT_S, _patience_s(deadline) - CALL_S))
+        margin_s = max(CALL_S, 2 * peer.lag_s)
+        body.address, body.wait_s = self._engine.address, max(0.0, min(MAX_WAIT_S, _patience_s(deadline) - margin_s))
         body.depth, body.releases = at.depth, [lease] if lease else []
         answer = peer.answer(body, deadline)
         if answer is None:
@@ -266,6 +274,10 @@ class PeersTier:
         for key in keys[:there]:
             self._remember(bytes.fromhex(body.namespace), key, peer)
         return Coming(there, answer.coming, answer.lease)
+
+    def lag_s(self, node: str) -> float:
+        """See SharesPool."""
+        return max((peer.lag_s for peer in self._peers if peer.last_node == node), default=0.0)
 
     def release(self, node: str, lease: int, name: PartName) -> None:
         """See SharesPool."""

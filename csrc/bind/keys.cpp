@@ -36,8 +36,10 @@ std::string_view hash_of(const py::handle& given, std::string& decoded) {
   return decoded;
 }
 
+using Hashes = py::typing::Iterable<py::typing::Union<py::bytes, py::str>>;
+
 // Keeps the interpreter lock: to get it back may take longer than the hashes do.
-py::typing::List<py::bytes> hashed_keys(const py::bytes& person, const py::bytes& prefix, const py::sequence& hashes) {
+py::typing::List<py::bytes> hashed_keys(const py::bytes& person, const py::bytes& prefix, const Hashes& hashes) {
   const std::string_view named = person;
   if (named.size() > 16)
     throw py::value_error("person (bytes): found " + std::to_string(named.size()) + ", wanted at most 16");

@@ -2,6 +2,8 @@
 
 #include <charconv>
 
+#include "base/limits.h"
+
 namespace kvdock {
 
 namespace {
@@ -32,6 +34,52 @@ void put_array(std::string* out, uint32_t count) {
   out->push_back(static_cast<char>(count >> 16 ? 0xdd : 0xdc));
   put_big_endian(out, count, count >> 16 ? 4 : 2);
 }
+
+// Reads MessagePack. After the first value that is not the wanted one, or is cut off, all values are 0.
+class Reader {
+ public:
+  explicit Reader(std::string_view data) : left_(data) {}
+  bool is_sound() const { return sound_; }
+  bool at_end() const { return left_.empty(); }
+
+  uint64_t uint() {
+    const uint64_t kind = take(1);
+    if (kind < 0x80) return kind;
+    if (kind < 0xcc || kind > 0xcf) return fail();
+    return take(size_t{1} << (kind - 0xcc));
+  }
+
+  // An unsigned integer that is below 2^63.
+  int64_t number() {
+    const uint64_t found = uint();
+    return int64_t(found >> 63 ? fail() : found);
+  }
+
+  uint64_t array() {
+    const uint64_t kind = take(1);
+    if (kind >> 4 == 9) return kind & 15;
+    if (kind != 0xdc && kind != 0xdd) return fail();
+    return take(kind == 0xdc ? 2 : 4);
+  }
+
+ private:
+  uint64_t fail() {
+    sound_ = false;
+    left_ = {};
+    return 0;
+  }
+
+  uint64_t take(size_t bytes) {  // big-endian
+    if (left_.size() < bytes) return fail();
+    uint64_t found = 0;
+    for (size_t i = 0; i < bytes; ++i) found = found << 8 | uint8_t(left_[i]);
+    left_.remove_prefix(bytes);
+    return found;
+  }
+
+  std::string_view left_;
+  bool sound_ = true;
+};
 
 }  // namespace
 
@@ -72,6 +120,23 @@ std::string parts_msgpack(const LookupResult& found) {
     }
   }
   return out;
+}
+
+std::optional<PartTable> parts_from_msgpack(std::string_view packed) {
+  PartTable table;
+  Reader reader(packed);
+  for (uint64_t chunks = reader.array(); chunks > 0 && reader.is_sound(); --chunks) {
+    for (uint64_t parts = reader.array(); parts > 0 && reader.is_sound(); --parts) {
+      if (reader.array() != 6) return std::nullopt;
+      PlannedPart& part = table.parts.emplace_back();
+      for (int64_t* field : {&part.group, &part.writer, &part.segment}) *field = reader.number();
+      for (uint64_t* field : {&part.offset, &part.length, &part.checksum}) *field = reader.uint();
+      if (part.checksum >= kChecksumPrime) return std::nullopt;
+    }
+    table.ends.push_back(table.parts.size());
+  }
+  if (!reader.is_sound() || !reader.at_end()) return std::nullopt;
+  return table;
 }
 
 std::string granted_json(const ReserveResult& granted) {

@@ -12,6 +12,7 @@
 #include <variant>
 
 #include "bind/bind.h"
+#include "bind/part_codec.h"
 #include "bind/parts.h"
 #include "copy/plan.h"
 #include "copy/trusted.h"
@@ -59,6 +60,18 @@ PartTable table_of(const std::vector<Rows>& chunks) {
     table.ends.push_back(table.parts.size());
   }
   return table;
+}
+
+// Without the interpreter lock: the thread that waits for the answer may run meanwhile.
+PartTable table_from(const py::bytes& packed) {
+  const std::string_view view = packed;
+  std::optional<PartTable> table;
+  {
+    const py::gil_scoped_release released;
+    table = parts_from_msgpack(view);
+  }
+  if (!table) throw py::value_error("parts: found " + std::to_string(view.size()) + " other bytes, wanted MessagePack");
+  return std::move(*table);
 }
 
 size_t index_of(py::ssize_t at, size_t size) {
@@ -120,7 +133,7 @@ LoadPieces placed(const LoadPieces& self, const std::vector<py::buffer>& pages, 
 }
 
 template <class T>
-py::bytes bytes_of(const std::vector<T>& from) {
+py::bytes as_bytes(const std::vector<T>& from) {
   return py::bytes(reinterpret_cast<const char*>(from.data()), from.size() * sizeof(T));
 }
 
@@ -136,8 +149,8 @@ Described described(const LoadPieces& self, int64_t group, int64_t writer, size_
     const py::gil_scoped_release released;
     made = self.described(group, writer, begin, end, blocks, lengths, mapped);
   }
-  return py::make_tuple(bytes_of(made.slots), bytes_of(made.block_ids), bytes_of(made.starts), bytes_of(made.skips),
-                        bytes_of(made.checksums), bytes_of(made.lengths), bytes_of(made.chunks));
+  return py::make_tuple(as_bytes(made.slots), as_bytes(made.block_ids), as_bytes(made.starts), as_bytes(made.skips),
+                        as_bytes(made.checksums), as_bytes(made.lengths), as_bytes(made.chunks));
 }
 
 template <class T>
@@ -151,8 +164,8 @@ std::vector<T> vector_of(const py::bytes& from) {
 using State = py::typing::Tuple<py::bytes, py::bytes, py::bytes, py::bytes, py::bytes, py::bytes, py::bytes>;
 
 State state_of(const LoadPieces& self) {
-  return py::make_tuple(bytes_of(self.parts), bytes_of(self.part_ends), bytes_of(self.id_ends), bytes_of(self.chunks),
-                        bytes_of(self.groups), bytes_of(self.skips), bytes_of(self.block_ids));
+  return py::make_tuple(as_bytes(self.parts), as_bytes(self.part_ends), as_bytes(self.id_ends), as_bytes(self.chunks),
+                        as_bytes(self.groups), as_bytes(self.skips), as_bytes(self.block_ids));
 }
 
 LoadPieces of_state(const State& from) {
@@ -224,6 +237,8 @@ void bind_plan(py::module_& m) {
       .def_static("of_state", &of_state, "state"_a);
   py::class_<PartTable>(m, "PartTable", "The parts of consecutive chunks as arrays; a part is as in LoadPieces.")
       .def(py::init(&table_of), "chunks"_a)
+      .def_static("of_msgpack", &table_from, "packed"_a,
+                  "From the `chunks` of the answer to a lookup, an array for each chunk. Raises ValueError.")
       .def("__len__", [](const PartTable& self) { return self.ends.size(); })
       .def("chunk", &chunk_of, "at"_a, "The parts of a chunk. Raises IndexError.")
       .def("pieces", &pieces_from, "first_chunk"_a, "end_chunk"_a, "columns"_a, "per_chunk"_a, "local"_a,

@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvdock.client.client import Client
 from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.cost import UNLIMITED, LoadChoice, LoadLimits
+from kvdock.connectors.engine_client import EngineClient
 from kvdock.connectors.interface import BlocksRead, GroupBlocks, LoadDone, LookupResult, Progress, StoreDone
 from kvdock.connectors.lookups import LookupRecord
 from kvdock.connectors.outcomes import EngineOutcomes
@@ -256,7 +256,7 @@ def open_worker(
 ) -> tuple[EngineSession, WorkerConnector]:
     """Makes a process's session, without starting it, and its worker connector. Raises LayoutMismatchError, NoCuda."""
     device = Device.named(settings.device)
-    client = Client(
+    client = EngineClient(
         settings.address, timeout_s=settings.timeout_s, access_token_file=settings.access_token_file,
         trusted_uid=settings.trusted_uid,
     )

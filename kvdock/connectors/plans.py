@@ -85,6 +85,11 @@ class Chunks(Sequence[list[Part]]):
             return chunks
         return cls(_core.PartTable([_rows(parts) for parts in chunks]))
 
+    @classmethod
+    def of_packed(cls, packed: bytes) -> Chunks:
+        """From the MessagePack of an answer. Raises ValueError for bytes that are no parts."""
+        return cls(_core.PartTable.of_msgpack(packed))
+
     def __len__(self) -> int:
         return len(self.arrays)
 

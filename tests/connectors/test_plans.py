@@ -7,6 +7,7 @@ import random
 from array import array
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 
 from kvdock import _core
@@ -17,6 +18,7 @@ from kvdock.protocol.schemas import Part
 
 SEGMENTS = [(3, 1 << 20, 1 << 16), (5, 1 << 24, 1 << 16)]
 LENGTH = 256
+PRIME = _core.CHECKSUM_PRIME
 
 
 def part(group: int, writer: int, number: int) -> Part:
@@ -37,6 +39,40 @@ def pieces_of(
                 skip = per_chunk[group] - len(wanted)
                 mine = tuple(one for one in parts if one.group == group)
                 yield LoadPiece(first + at, group, mine, (*[0] * skip, *wanted), skip)
+
+
+def test_parts_of_an_answer_are_read_as_msgspec_reads_them() -> None:
+    source = random.Random(2)
+    sizes = [0, 1, 127, 128, 255, 256, 65535, 65536, (1 << 32) - 1, 1 << 32, (1 << 63) - 1]
+
+    def any_part() -> Part:
+        group, writer, segment, offset, length = (source.choice(sizes) for _ in range(5))
+        return Part(group, writer, segment, offset, length, source.randrange(source.choice([2, PRIME])))
+
+    for count in (0, 1, 15, 16, 70_000):
+        most = 3 if count < 100 else 1
+        chunks = [[any_part() for _ in range(source.choice([0, 1, most]))] for _ in range(count)]
+        found = Chunks.of_packed(msgspec.msgpack.encode(chunks))
+        assert [*found] == chunks and len(found) == count
+    many = [[part(0, 0, number) for number in range(70_000)]]
+    assert [*Chunks.of_packed(msgspec.msgpack.encode(many))] == many
+
+
+WHOLE = msgspec.msgpack.encode([[part(1, 0, 3), part(0, 1, 70_000)], [part(0, 0, 5)]])
+NO_PARTS: list[object] = [
+    None, 3, {}, [3], [[3]], [[[1, 2, 3, 4, 5]]], [[[1, 2, 3, 4, 5, 6, 7]]], [[[1, 2, 3, 4, 5, "06"]]],
+    [[[1, 0, 3, 0, 1, PRIME]]], [[[-1, 0, 3, 0, 1, 2]]], [[[1 << 63, 0, 3, 0, 1, 2]]], [[[1, 0, 3, 0, 1, 2.0]]],
+    [[[1, 0, 3, 0, None, 2]]],
+]
+
+
+@pytest.mark.parametrize("other", [
+    *(WHOLE[:end] for end in range(len(WHOLE))), WHOLE + b"\0", *map(msgspec.msgpack.encode, NO_PARTS),
+    b"\xdd\xff\xff\xff\xff", b"\xdd\xff\xff\xff\xff" + b"\x90" * 9,
+])
+def test_other_bytes_are_no_parts(other: bytes) -> None:
+    with pytest.raises(ValueError, match=f"parts: found {len(other)} other bytes, wanted MessagePack"):
+        Chunks.of_packed(other)
 
 
 def test_pieces_are_cut_as_in_plain_python() -> None:

@@ -101,8 +101,7 @@ std::shared_ptr<Copy> Copier::copy(size_t number, std::span<const Part> parts, D
   copy->sums_.resize(parts.size());
   copy->fit_.resize(parts.size(), true);
   if (batches.empty()) return copy;
-  copy->bands_.resize(ends.size());
-  for (const JoinedBands& one : joined) copy->joined_with_.resize(one.last + 1, one.last);
+  for (const JoinedBands& one : joined) copy->bands_.resize(one.last + 1, {nullptr, one.last});
 
   std::unique_lock<std::mutex> lock(shared_->mutex);
   if (closed_) refuse(Refusal::copy, "copier", "closed", "open");
@@ -149,7 +148,7 @@ void Copier::advance(std::unique_lock<std::mutex>& lock, size_t most_pieces) {
   if (!front.error.empty() || front.next_piece == front.pieces.size()) {
     Copy& copy = *front.copy;
     if (front.ends_band) {
-      for (size_t band = front.first_band; band <= front.band; ++band) copy.bands_[band] = front.done;
+      for (size_t band = front.first_band; band <= front.band; ++band) copy.bands_[band].done = front.done;
       copy.bands_submitted_ = front.band + 1;
     }
     queue_.submitted_front();
@@ -243,7 +242,7 @@ void Copier::finish(Batch& batch) {
   if (batch.uploaded != nullptr) events_.give_back(batch.uploaded);
   if (batch.done != nullptr) events_.give_back(batch.done);
   if (batch.ends_band)  // its bands have ended, and another copy may use their event
-    for (size_t band = batch.first_band; band <= batch.band; ++band) copy.bands_[band] = nullptr;
+    for (size_t band = batch.first_band; band <= batch.band; ++band) copy.bands_[band].done = nullptr;
   if (batch.band < copy.verified_after_) --copy.first_batches_left_;
   if (--copy.batches_left_ > 0) return;
   if (copy.error_.empty()) note_time(copy, batch.done);
@@ -314,11 +313,11 @@ size_t Copy::order(uintptr_t stream, std::optional<size_t> which) {
     if (copier_->can_advance()) copier_->advance(lock, SIZE_MAX);
     else shared_->changed.wait(lock);
   }
-  if (bands_[band] == nullptr) return joined_with_[band];  // the band has ended
+  if (bands_[band].done == nullptr) return bands_[band].last;  // the band has ended
   const ContextGuard cu(shared_->device);
   refuse_captured(cu, reinterpret_cast<Stream>(stream));
-  check(cu->cuStreamWaitEvent(reinterpret_cast<Stream>(stream), bands_[band], 0), "cuStreamWaitEvent");
-  return joined_with_[band];
+  check(cu->cuStreamWaitEvent(reinterpret_cast<Stream>(stream), bands_[band].done, 0), "cuStreamWaitEvent");
+  return bands_[band].last;
 }
 
 }  // namespace kvdock::cuda

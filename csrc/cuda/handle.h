@@ -40,7 +40,8 @@ class Copy {
   bool done() const;
   bool wait(double timeout_s) const;  // negative: for ever. False on timeout
   // Later work on `stream` runs after the copy, or after its bands up to `band`. Submits the pieces of these bands that
-  // were not submitted yet. Returns the last band that the work runs after: the last of those that `band` is joined with.
+  // were not submitted yet. Returns the last band that the work runs after: the last of those that are joined with
+  // `band`.
   size_t order(uintptr_t stream, std::optional<size_t> band);
   // Waits, then returns each part's checksum. Throws Refused{cuda} when the copy failed.
   std::vector<uint64_t> checksums() const;
@@ -71,8 +72,11 @@ class Copy {
   std::vector<uint64_t> verified_sums_;
   size_t verified_after_ = 0, first_batches_left_ = 0, hashes_left_ = 0;  // first batches: those of the first bands
   Event after_ = nullptr;     // belongs to the copier, as those of bands_ do; null once it is not needed
-  std::vector<Event> bands_;  // the end of each band
-  std::vector<size_t> joined_with_;  // for each band, the last one that is copied together with it
+  struct Band {
+    Event done;   // null: not submitted yet, or ended
+    size_t last;  // of the bands that are joined with this one
+  };
+  std::vector<Band> bands_;
   std::chrono::steady_clock::time_point called_ = std::chrono::steady_clock::now();
   std::optional<double> took_s_;
   std::string error_;

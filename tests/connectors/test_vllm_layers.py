@@ -90,7 +90,7 @@ def test_each_band_is_waited_for_once_a_stream_and_every_layer_must_be_asked_for
 
 
 def test_bands_that_the_copier_has_joined_are_waited_for_once() -> None:
-    """Of eight bands of one layer the first stays alone, the next four are one batch, and the last three another."""
+    """The first of eight bands of one layer stays alone, the next four are one batch, and the last three another."""
     layers = Layers([{f"layer.{at}": at for at in range(8)}], VERIFIED_BEFORE)
     one, (copy,) = loading(0, joined={at: at and (4 if at < 5 else 7) for at in range(8)})
     alone, (other,) = loading(0)

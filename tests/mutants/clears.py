@@ -27,7 +27,8 @@ MUTANTS = (
     ),
     Mutant(
         "T9c", "what was found to be damaged in the pool stays below", CLEARS,
-        '            self._background.once("deleting in tiers", self._delete_in_tiers(space, keys))\n', "",
+        'self._background.once("deleting in tiers", '
+        "self._delete_in_tiers(space, keys, self.contents.tiers))", "pass",
         on_disk("no_tier and quarantine"), "test_what_was_cleared_comes_back_from_no_tier",
     ),
     Mutant(

@@ -512,7 +512,8 @@ class Fetches:
         """(index of the first chunk, number of chunks) of each batch. The chunks of a batch have the same groups. The
         first batch has at most `first_bytes`, and each other one twice as much as the one before."""
         parts = len(space.manifest.groups) * space.manifest.writers
-        batches, at = [], 0
+        batches: list[tuple[int, int]] = []
+        at = 0
         while at < len(found):
             most = max(1, min(min(most_bytes, first_bytes << len(batches)) // space.chunk_bytes, MAX_ENTRIES // parts))
             end = at + 1

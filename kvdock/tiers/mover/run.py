@@ -201,8 +201,8 @@ class Mover:
             writer, stores = self._writers[handle.name], handle.stores.state
             views.append(TierView(
                 name=handle.name, state="off" if is_off else stores,
-                why=FAILING if is_off else WORDS[stores] or (TOO_LARGE if handle.too_large else ""),
-                error=handle.breaker.why if is_off else handle.stores.why if stores != "open" else handle.too_large,
+                why=FAILING if is_off else WORDS[stores] or (TOO_LARGE if handle.stores.too_large else ""),
+                error=handle.breaker.why if is_off else handle.stores.error,
                 objects=usage.objects, bytes_used=usage.bytes_used,
                 bytes_limit=usage.bytes_limit, wear_bytes=usage.wear_bytes,
                 day_limit_bytes=writer.budget.day_bytes, day_left_bytes=max(0, writer.budget.left_bytes),

@@ -188,6 +188,8 @@ class Stores:
         self._rest_s, self._until_s = FIRST_REST_S, 0.0
         self.why = ""
         """What the tier said last when it took nothing."""
+        self.too_large = ""
+        """What was the first part that was longer than the tier takes; "": there was none."""
 
     @property
     def state(self) -> Literal["open", "full", "read_only"]:
@@ -195,6 +197,11 @@ class Stores:
         if not self._refused or self._clock() > self._until_s + REFUSED_S:
             return "open"
         return "full" if self._refused == "full" else "read_only"
+
+    @property
+    def error(self) -> str:
+        """Why not everything is stored; "": all is."""
+        return self.why if self.state != "open" else self.too_large
 
     @property
     def are_due(self) -> bool:
@@ -279,8 +286,6 @@ class TierHandle:
         self.speed, self.breaker = Speed(), Breaker(clock)
         self.counters: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
         self.fetches, self.absent, self.stores = FetchTotals(), Absent(clock), Stores(clock)
-        self.too_large = ""
-        """What was the first part that was longer than the tier takes; "": there was none."""
         self._clock, self._lost = clock, lost
         self._lock = threading.Lock()
         self._pools = {
@@ -343,9 +348,9 @@ class TierHandle:
 
     def _found_too_large(self, length: int) -> None:
         most = f", wanted at most {self.tier.longest_part:,}" if isinstance(self.tier, Bounds) else ""
-        if not self.too_large:
-            self.too_large = f"found a part of {length:,} bytes{most}"
-            log.warning("the tier %s does not take all that is to be stored: %s", self.name, self.too_large)
+        if not self.stores.too_large:
+            self.stores.too_large = f"found a part of {length:,} bytes{most}"
+            log.warning("the tier %s does not take all that is to be stored: %s", self.name, self.stores.too_large)
 
     @property
     def is_only_read(self) -> bool:

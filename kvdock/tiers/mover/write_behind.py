@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import threading
 import time
 from collections import OrderedDict
@@ -170,10 +169,11 @@ class KnownStored:
         self._recheck_s, self._clock = recheck_s, clock
         self._names: OrderedDict[ChunkName, float] = OrderedDict()
         """When the tier last had each, in seconds."""
+        self._refused: OrderedDict[ChunkName, None] = OrderedDict()
 
     def unknown(self, names: Iterable[ChunkName]) -> list[ChunkName]:
-        """The chunks of `names` that the tier is not known to have."""
-        return [name for name in names if name not in self._names]
+        """The chunks of `names` that the tier is not known to have, or to refuse."""
+        return [name for name in names if name not in self._names and name not in self._refused]
 
     def due(self, names: Iterable[ChunkName]) -> list[ChunkName]:
         """The chunks of `names` about which the tier has to be asked again. Each is returned once."""
@@ -187,6 +187,12 @@ class KnownStored:
         self._names.move_to_end(name)
         if len(self._names) > MOST_KNOWN_STORED:
             self._names.popitem(last=False)
+
+    def refuse(self, name: ChunkName) -> None:
+        """The tier does not take all parts of the chunk. The last MOST_KNOWN_STORED of these are known, too."""
+        self._refused[name] = None
+        if len(self._refused) > MOST_KNOWN_STORED:
+            self._refused.popitem(last=False)
 
     def discard(self, name: ChunkName) -> bool:
         """Whether it was known."""
@@ -289,8 +295,6 @@ class WriteBehind:
         self._queue, self._observer, self._clock = queue, observer, clock
         self._may_store = not isinstance(handle.tier, SharesPool) and not handle.is_only_read
         self._known_stored = KnownStored(handle.tier.recheck_s, clock)
-        self._too_large = KnownStored(math.inf, clock)
-        """Chunks of which the tier does not take all parts."""
         self._rechecks: OrderedDict[ChunkName, None] = OrderedDict()
         """Chunks about which the tier is asked again."""
         self._writing: NamespaceSession | None = None
@@ -318,7 +322,7 @@ class WriteBehind:
         with self._changed:
             if self._until_s is None:
                 names = [(space.digest, key) for key in keys]
-                unknown = self._too_large.unknown(self._known_stored.unknown(names))
+                unknown = self._known_stored.unknown(names)
                 if unknown and self.budget.is_spent:
                     self._handle.counters["left_out_day_spent"] += len(unknown)
                     unknown = []
@@ -334,8 +338,7 @@ class WriteBehind:
         with self._changed:
             self._queue.prioritise(
                 (name, space.chunk_bytes) for space, keys in evicting_soon
-                for name in self._too_large.unknown(self._known_stored.unknown((space.digest, key) for key in keys))
-                if self._until_s is None
+                for name in self._known_stored.unknown((space.digest, key) for key in keys) if self._until_s is None
             )
             self._changed.notify()
 
@@ -559,7 +562,7 @@ class WriteBehind:
         self._handle.counters["left_out_too_large"] += len(large)
         with self._changed:
             for key in large:
-                self._too_large.add((space.digest, key))
+                self._known_stored.refuse((space.digest, key))
         good = [key for key in keys if key in of_key and key not in bad]
         if self.has(space, agreed, good):
             self._observer.stored(space.digest, good)

@@ -4,8 +4,10 @@
 
 For each number of thread blocks: the rate of a packed store and of a packed load as a share of one plain copy of as
 many bytes as the slots have, and the same of raw copies, by the GPU's clock. What is stored is unpacked by the CPU and
-compared, what is loaded is compared with what was stored. Planes are Gaussian, with an own scale for each channel, so
-that about as many elements are marked as in real KV (bench/LOG.md).
+compared, what is loaded is compared with what was stored. `beside`: what waits while connectors store: the engine's
+kernels (a matrix product, and c = a + b), as multiples of their time alone, and a copy of 256 bytes to the host, like
+that of an engine's tokens, in microseconds. Planes are Gaussian, with an own scale for each channel, so that about as
+many elements are marked as in real KV (bench/LOG.md).
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final
@@ -23,12 +28,15 @@ import torch
 from bench.cuda_rig import GIB, POISON, SHAPES, Case, Clock, Shape, ThreeSegments, in_turns, median_ratio, segments
 from kvdock import _core
 from kvdock.datapath.copy import PartCopy
-from kvdock.datapath.cuda import CopyTuning, CudaCopier
+from kvdock.datapath.cuda import CopyTuning, CudaCopier, CudaHandle
 
 CTAS: Final = (2, 4, 8, 16, 32)
 ROUNDS: Final = 5
 MARKS: Final = 176
 DIRECT: Final = CopyTuning(piece_bytes=1 << 20, direct_load_bytes=1 << 62, direct_store_bytes=1 << 62)
+SUM_BYTES: Final = 1 << 28
+SMALL_COPIES: Final = 200
+cuda: Any = torch.cuda  # its classes have no types
 
 
 def say(text: str) -> None:
@@ -55,7 +63,12 @@ class PackedCase(Case):
         tuning = replace(DIRECT, direct_ctas=ctas)
         if staged:
             room = max(16 << 20, -(-self.packed.packed_bytes // 4096) * 4096 if packs else 0)
-            tuning = replace(tuning, load_ctas=ctas, piece_bytes=room, direct_load_bytes=0)
+            tuning = replace(
+                tuning, load_ctas=ctas, store_ctas=ctas, piece_bytes=room, direct_load_bytes=0, direct_store_bytes=0
+            )
+        return self.copier_with(tuning, packs=packs)
+
+    def copier_with(self, tuning: CopyTuning, *, packs: bool) -> CudaCopier:
         return CudaCopier(
             self.layout, device=self.paged.device.index, part_blocks=self.shape.part_blocks, tuning=tuning,
             packing=self.packed if packs else None,
@@ -105,32 +118,111 @@ class Bench:
         self.figures[f"{shape.name}: ratio"] = round(case.bytes / packed_bytes, 4)
         for size, way in ((packed_bytes, "packed"), (case.bytes, "raw")):
             for ctas in CTAS:
-                copier = case.copier(ctas, packs=way == "packed")
-                anew = case.copies([None] * case.parts)  # pool units may be taken in another order
-                stores = in_turns(
-                    partial(self.plain_ms, size, to_device=False), partial(self.clock.store_ms, copier, anew), ROUNDS
-                )
-                if way == "packed":
-                    parts = case.copies(case.check_store(copier))
-                    case.check_load(copier, parts)
-                else:
-                    parts = case.copies([one.checksum for one in copier.gather(anew).result()])
-                loads = in_turns(
-                    partial(self.plain_ms, size, to_device=True), partial(self.clock.load_ms, copier, parts), ROUNDS
-                )
-                staging = case.copier(ctas, packs=way == "packed", staged=True)
-                if way == "packed":
-                    case.check_load(staging, parts)
-                staged = in_turns(
-                    partial(self.plain_ms, size, to_device=True), partial(self.clock.load_ms, staging, parts), ROUNDS
-                )
-                staging.close()
-                for name, pairs in (("store", stores), ("load", loads), ("staged load", staged)):
-                    key = f"{shape.name}: {way} {name}, {ctas} blocks"
-                    ours_ms = min(ours for _, ours in pairs)
-                    self.figures[key] = {"share": round(median_ratio(pairs), 3), "gb_s": round(size / ours_ms / 1e6, 1)}
-                    say(f"{key}: {self.figures[key]}")
-                copier.close()
+                for staged in (False, True):
+                    name = f"{way} {'staged ' if staged else ''}"
+                    copier = case.copier(ctas, packs=way == "packed", staged=staged)
+                    for kind, pairs in self._both_ways(case, copier, size, packs=way == "packed").items():
+                        key = f"{shape.name}: {name}{kind}, {ctas} blocks"
+                        rate = size / min(ours for _, ours in pairs) / 1e6
+                        self.figures[key] = {"share": round(median_ratio(pairs), 3), "gb_s": round(rate, 1)}
+                        say(f"{key}: {self.figures[key]}")
+                    copier.close()
+
+    def measure_beside(self, device: int, seed: int) -> None:
+        """With the copies that connectors make; "raw, packing": of what packing leaves raw."""
+        shape = next(shape for shape in SHAPES if shape.name == "32k")
+        beside = Beside(self, PackedCase(shape, self.memory, GIB, device, seed), device)
+        self.figures["beside nothing"] = beside.small_copies_alone()
+        usual = CopyTuning()
+        for name, packs_any, packs in (("raw", False, False), ("packed", True, True), ("raw, packing", True, False)):
+            self.figures[f"beside {name}"] = beside.measured(usual.for_stores(packs=packs_any), packs=packs)
+            say(f"beside {name}: {self.figures[f'beside {name}']}")
+
+    def _both_ways(
+        self, case: PackedCase, copier: CudaCopier, size: int, *, packs: bool
+    ) -> dict[str, list[tuple[float, float]]]:
+        """Milliseconds of plain copies of `size` bytes and of the copier's, in turns."""
+        anew = case.copies([None] * case.parts)  # pool units may be taken in another order
+        stores = in_turns(
+            partial(self.plain_ms, size, to_device=False), partial(self.clock.store_ms, copier, anew), ROUNDS
+        )
+        if packs:
+            parts = case.copies(case.check_store(copier))
+            case.check_load(copier, parts)
+        else:
+            parts = case.copies([one.checksum for one in copier.gather(anew).result()])
+        loads = in_turns(
+            partial(self.plain_ms, size, to_device=True), partial(self.clock.load_ms, copier, parts), ROUNDS
+        )
+        return {"store": stores, "load": loads}
+
+
+class Beside:
+    """What waits while connectors store."""
+
+    def __init__(self, bench: Bench, case: PackedCase, device: int) -> None:
+        self.bench, self.case, self.stream = bench, case, cuda.Stream(device)
+        self.on_gpu, self.on_host = torch.ones(64, device=f"cuda:{device}"), torch.zeros(64).pin_memory()
+        square = torch.randn(4096, 4096, device=f"cuda:{device}", dtype=torch.bfloat16)
+        long = torch.zeros(SUM_BYTES // 4, device=f"cuda:{device}")
+        self.kernels: dict[str, Callable[[], object]] = {
+            "product": lambda: torch.mm(square, square),
+            "sum": lambda: torch.add(long, long),
+        }
+        self.alone = {name: self._kernel_us(kernel) for name, kernel in self.kernels.items()}
+
+    def measured(self, tuning: CopyTuning, *, packs: bool) -> dict[str, float]:
+        case, bench, clock = self.case, self.bench, self.bench.clock
+        copier = case.copier_with(tuning, packs=packs)
+        anew = case.copies([None] * case.parts)
+        if packs:
+            case.check_store(copier)
+        size = (case.packed.packed_bytes if packs else case.shape.part_bytes) * case.parts
+        pairs = in_turns(partial(bench.plain_ms, size, to_device=False), partial(clock.store_ms, copier, anew), ROUNDS)
+        figures = {
+            "share": median_ratio(pairs),
+            "kv_gb_s": case.bytes / statistics.median(ours for _, ours in pairs) / 1e6,
+        }
+        for name, kernel in self.kernels.items():
+            last = [copier.gather(anew) for _ in range(3)][-1]
+            figures[name] = self._kernel_us(kernel, beside=last) / self.alone[name]
+            last.wait(None)
+        took: list[float] = []
+        for _ in range(ROUNDS):
+            handle = copier.gather(anew)
+            while not handle.done():
+                took.append(self._small_copy_us())
+        copier.close()
+        return {name: round(figure, 3) for name, figure in (figures | shares_of(took)).items()}
+
+    def small_copies_alone(self) -> dict[str, float]:
+        return shares_of([self._small_copy_us() for _ in range(SMALL_COPIES)])
+
+    def _kernel_us(self, kernel: Callable[[], object], *, beside: CudaHandle | None = None) -> float:
+        """The median time of a kernel, by the GPU's clock."""
+        took: list[float] = []
+        with torch.cuda.stream(self.stream):
+            while len(took) < 30 and not (beside is not None and beside.done()):
+                begin, end = (cuda.Event(enable_timing=True) for _ in range(2))
+                begin.record()
+                kernel()
+                end.record()
+                end.synchronize()
+                took.append(begin.elapsed_time(end) * 1e3)
+        return statistics.median(took[len(took) // 3 :])
+
+    def _small_copy_us(self) -> float:
+        began = time.perf_counter()
+        with torch.cuda.stream(self.stream):
+            self.on_host.copy_(self.on_gpu, non_blocking=True)
+        self.stream.synchronize()
+        return (time.perf_counter() - began) * 1e6
+
+
+def shares_of(took_us: list[float]) -> dict[str, float]:
+    at = sorted(took_us)
+    found = {"p50": at[len(at) // 2], "p90": at[len(at) * 9 // 10], "most": at[-1]}
+    return {f"small_copy_us_{name}": round(us, 1) for name, us in found.items()}
 
 
 def main() -> int:
@@ -148,6 +240,7 @@ def main() -> int:
                 if shape.name in chosen.shapes.split(","):
                     bench.measure(shape, 0, random.getrandbits(32))
                     torch.cuda.empty_cache()
+            bench.measure_beside(0, random.getrandbits(32))
         finally:
             memory.close()
     if chosen.json:

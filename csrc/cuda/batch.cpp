@@ -139,7 +139,8 @@ class PackedBatches {
  public:
   PackedBatches(const Tuning& tuning, const DeviceLayout& layout, std::span<const Part> parts, Direction direction)
       : tuning_(tuning), layout_(layout), packing_(*layout.packing), parts_(parts), direction_(direction) {
-    is_small_ = packing_.shape().packed_bytes() * parts.size() <= tuning.direct_load_bytes;
+    const size_t most_direct = direction == Direction::gather ? tuning.direct_store_bytes : tuning.direct_load_bytes;
+    is_small_ = packing_.shape().packed_bytes() * parts.size() <= most_direct;
   }
 
   // Where the next share of the band ends that begins at `first` and ends at `end`: it fits a staging buffer. If not
@@ -152,7 +153,7 @@ class PackedBatches {
 
   void add(const JoinedBands& bands, size_t first, size_t end) {
     const bool gathers = direction_ == Direction::gather;
-    const size_t stage_bytes = packing_.staged_bytes(first, end);
+    const size_t stage_bytes = gathers ? packing_.tiles_bytes() : packing_.staged_bytes(first, end);
     const size_t most_parts = gathers ? kMostHeaderBytes / packing_.shape().header_bytes() : SIZE_MAX;
     // Those that the share hashes: it is staged from the stripe before, of which the share before hashed all.
     const size_t before = first == 0 ? 0 : packing_.stripes_before(first);
@@ -186,6 +187,10 @@ class PackedBatches {
       batch.ids.insert(batch.ids.end(), parts_[i].block_ids.begin(), parts_[i].block_ids.end());
       batch.stripes += part.cells;
       taken += stripes;
+      if (gathers && !direct) {
+        cut_part(batch, part);
+        continue;
+      }
       const size_t in_piece = batch.direct ? SIZE_MAX : tuning_.piece_bytes / stage_bytes;
       if ((batch.packed.size() - 1) % in_piece == 0) batch.pieces.push_back({part.first_cell, part.first_cell});
       batch.pieces.back().last_stripe = batch.stripes;
@@ -197,8 +202,35 @@ class PackedBatches {
  private:
   bool is_direct(const Part& part, size_t stage_bytes) const {
     const auto range = find_range(part.slot, packing_.shape().packed_bytes());
-    return direction_ == Direction::gather || is_small_ || stage_bytes > tuning_.piece_bytes ||
-           (range && range->kind == MemoryKind::device);
+    const bool fits = direction_ == Direction::gather || stage_bytes <= tuning_.piece_bytes;
+    return is_small_ || !fits || (range && range->kind == MemoryKind::device);
+  }
+
+  // Divides the cells of the part that was added last among pieces. A piece takes what fits a staging buffer; it may
+  // begin in the part before.
+  void cut_part(Batch& batch, const PackedPart& part) {
+    const uint32_t end = part.begin + part.cells;
+    const auto bytes = [&](uint32_t from, uint32_t to) {
+      return size_t(packing_.unit_of(to) - packing_.unit_of(from)) * kUnitBytes;
+    };
+    if (batch.packed.size() == 1) left_ = 0;
+    for (uint32_t cell = part.begin; cell < end;) {
+      uint32_t low = cell, high = end + 1;  // the last cell up to which the piece has room
+      while (high - low > 1) {
+        const uint32_t middle = low + (high - low) / 2;
+        if (bytes(cell, middle) <= left_) low = middle;
+        else high = middle;
+      }
+      if (low == cell) {
+        const uint32_t at = part.first_cell + cell - part.begin;
+        batch.pieces.push_back({at, at});
+        left_ = tuning_.piece_bytes;
+        continue;
+      }
+      left_ -= bytes(cell, low);
+      cell = low;
+      batch.pieces.back().last_stripe = part.first_cell + cell - part.begin;
+    }
   }
 
   const Tuning& tuning_;
@@ -207,6 +239,7 @@ class PackedBatches {
   const std::span<const Part> parts_;
   const Direction direction_;
   bool is_small_;
+  size_t left_ = 0;  // of a gather's last piece
 };
 
 }  // namespace
@@ -237,6 +270,10 @@ uint32_t Batch::packed_part_of(uint32_t cell) const {
   const auto behind = std::upper_bound(packed.begin(), packed.end(), cell,
                                        [](uint32_t at, const PackedPart& part) { return at < part.first_cell; });
   return uint32_t(behind - packed.begin()) - 1;
+}
+
+size_t Batch::in_slot(uint32_t cell, const PackedPart& part) const {
+  return size_t(layout->packing->unit_of(cell - part.first_cell + part.begin)) * kUnitBytes;
 }
 
 bool DescriptorRing::take(size_t bytes, size_t* begin) {

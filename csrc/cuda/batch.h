@@ -75,6 +75,8 @@ struct Batch {
   // The index of the part to which a stripe belongs.
   uint32_t part_of(uint32_t stripe) const;
   uint32_t packed_part_of(uint32_t cell) const;
+  // In bytes, where a cell of a packed part begins in its slot.
+  size_t in_slot(uint32_t cell, const PackedPart& part) const;
 };
 
 // Allocates memory for descriptors from a ring: it must be given back in the order in which it was taken.

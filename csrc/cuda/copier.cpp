@@ -23,7 +23,7 @@ Tuning checked(const Tuning& tuning) {
   const auto require = [](bool holds, const char* name, auto found, const char* wanted) {
     if (!holds) refuse(Refusal::copy, name, found, wanted);
   };
-  require(tuning.buffers >= 2 && tuning.buffers <= 8, "staging buffers", tuning.buffers, "2..8");
+  require(tuning.buffers >= 1 && tuning.buffers <= 8, "staging buffers", tuning.buffers, "1..8");
   require(tuning.piece_bytes >= (1u << 20) && tuning.piece_bytes % kChecksumStripeBytes == 0, "piece_bytes",
           tuning.piece_bytes, "at least 1 MiB, a multiple of 4096");
   for (const int ctas : {tuning.load_ctas, tuning.store_ctas, tuning.direct_ctas})

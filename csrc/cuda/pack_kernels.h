@@ -611,8 +611,10 @@ __device__ __forceinline__ uint32_t fill_pool(const PackArgs& args, const Cells&
   const uint32_t left = at.part.pool - min(first, at.part.pool);
   if (left == 0) return 0;
   StripeSums sums(args, lane);
-  const uint32_t unit = at.part.pool_unit + 2 * first;
-  store_flat(sums, at.index, at.part, unit, 2 * min(count, left), lane, [&](uint32_t which) {
+  PackedPart part = at.part;
+  part.slot = args.parts[at.index].slot;  // the pool is never staged
+  const uint32_t unit = part.pool_unit + 2 * first;
+  store_flat(sums, at.index, part, unit, 2 * min(count, left), lane, [&](uint32_t which) {
     return count <= left ? value_of(which - unit) : make_uint4(0, 0, 0, 0);
   });
   sums.finish();

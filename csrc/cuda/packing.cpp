@@ -46,6 +46,16 @@ DevicePacking::DevicePacking(Device& device, const PackedShape& shape, size_t bl
   upload_now(device, on_device_.address(), planes_.data(), planes_.size() * sizeof(TilePlane));
 }
 
+uint32_t DevicePacking::unit_of(uint32_t cell) const {
+  if (cell >= pool_cell_) return units(shape_.unit_at(0));
+  const auto behind = std::upper_bound(planes_.begin(), planes_.end(), cell,
+                                       [](uint32_t at, const TilePlane& plane) { return at < plane.first_cell; });
+  const TilePlane& plane = *(behind - 1);
+  return plane.slot_unit + (cell - plane.first_cell) * units(shape_.tile_bytes());
+}
+
+size_t DevicePacking::tiles_bytes() const { return size_t(unit_of(pool_cell_) - tiles_unit()) * kUnitBytes; }
+
 size_t DevicePacking::stripes_before(size_t plane) const {
   return stripes_of(plane == planes_.size() ? shape_.packed_bytes() : size_t(planes_[plane].slot_unit) * kUnitBytes);
 }
@@ -78,6 +88,7 @@ PackedPart described(const DevicePacking& packing, uintptr_t slot) {
 
 PackedPart describe_gather(const DevicePacking& packing, uintptr_t slot) {
   PackedPart part = described(packing, slot);
+  part.stage_unit = packing.tiles_unit();
   part.begin = packing.header_cells();
   part.cells = packing.pool_cell() - part.begin;
   return part;

@@ -3,11 +3,12 @@
 //   gather   learn books -> pack tiles -> store headers and the unused units of the pools: three kernels, in this order
 //   scatter  unpack
 //
-// Stores write the slots themselves. Larger loads pass through staging, by shares of parts: some planes of each part. A
-// share ends with a stripe, so that it is hashed in whole stripes; the stripe that it has in common with the next share
-// is staged twice. What is not in a share is read in the slot: its planes' books, in the header, and the marks that
-// tiles have in the pool, at the part's end. Ownership: a Copier has one PackMemory; its copies take turns with it,
-// since their kernels run on one stream.
+// Small calls read or write the slots themselves. Of larger stores, the tiles and what is left of planes pass through
+// staging, in pieces that may end within a part; headers and pools do not. Larger loads pass through staging by shares
+// of parts: some planes of each part. A share ends with a stripe, so that it is hashed in whole stripes; the stripe
+// that it has in common with the next share is staged twice. What is not in a share is read in the slot: its planes'
+// books, in the header, and the marks that tiles have in the pool, at the part's end. Ownership: a Copier has one
+// PackMemory; its copies take turns with it, since their kernels run on one stream.
 #pragma once
 
 #include <vector>
@@ -31,6 +32,9 @@ class DevicePacking {
   uint32_t header_cells() const { return planes_[0].first_cell; }
   uint32_t pool_cell() const { return pool_cell_; }
   uint32_t cells() const { return cells_; }
+  uint32_t tiles_unit() const { return planes_[0].slot_unit; }  // of the slot, where the planes begin
+  uint32_t unit_of(uint32_t cell) const;  // where a cell of a plane begins in the slot, or the pool's first one does
+  size_t tiles_bytes() const;                                   // of all planes
   size_t stripes_before(size_t plane) const;                    // that hold the planes before it; its number: all
   size_t staged_bytes(size_t first, size_t end) const;          // of planes [first, end) of a part
   // How many planes from `first` on, at most to `end`, take at most `room` bytes of staging; `first`: none does.

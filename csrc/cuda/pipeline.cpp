@@ -114,18 +114,27 @@ void Pipeline::move_piece(const ContextGuard& cu, const Batch& batch, const Piec
   record(cu, staging.free.get(), out);
 }
 
-// Shares of packed parts, in their slots -> staging.
+// Shares of packed parts, in their slots -> staging (scatter), or tiles in staging -> slots (gather).
 void Pipeline::move_packed_slots(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging) {
+  const bool gathers = batch.direction == Direction::gather;
   std::vector<DevicePtr> slots, stages;
   std::vector<size_t> sizes;
   const uint32_t first = batch.packed_part_of(piece.first_stripe), last = batch.packed_part_of(piece.last_stripe - 1);
   for (uint32_t i = first; i <= last; ++i) {
     const PackedPart& part = batch.packed[i];
+    if (gathers) {
+      const size_t from = batch.in_slot(std::max(piece.first_stripe, part.first_cell), part);
+      const size_t to = batch.in_slot(std::min(piece.last_stripe, part.first_cell + part.cells), part);
+      slots.push_back(part.slot + from);
+      stages.push_back(stages.empty() ? staging : stages.back() + sizes.back());
+      sizes.push_back(to - from);
+      continue;
+    }
     slots.push_back(part.slot + size_t(part.stage_unit) * kUnitBytes);
     stages.push_back(staging + (i - first) * batch.stage_bytes);
     sizes.push_back(size_t(part.end_unit - part.stage_unit) * kUnitBytes);
   }
-  transfer(cu, stages, slots, sizes, batch.direction, transfers_);
+  transfer(cu, gathers ? slots : stages, gathers ? stages : slots, sizes, batch.direction, transfers_);
 }
 
 // Slots -> staging (scatter), or staging -> slots (gather): one transfer for each part, or for slots that touch.
@@ -193,7 +202,8 @@ void Pipeline::make_room_to_pack() {
   if (!pack_memory_) pack_memory_ = std::make_unique<const PackMemory>(device_);
 }
 
-// All kernels of a piece that is packed or unpacked. A gather is in one piece.
+// All kernels of a piece that is packed or unpacked. The first piece of a gather learns the books of all parts; the
+// last one stores their headers.
 void Pipeline::pack(const ContextGuard& cu, const Batch& batch, const Piece& piece, uintptr_t staging) {
   const uintptr_t ring = ring_device_.address() + batch.ring_begin;
   const Device::Keys keys = device_.keys();
@@ -219,23 +229,29 @@ void Pipeline::pack(const ContextGuard& cu, const Batch& batch, const Piece& pie
   args.tile_units = uint32_t(shape.tile_bytes() / kUnitBytes);
   args.marks = uint32_t(shape.marks());
   args.header_units = uint32_t(shape.header_bytes() / kUnitBytes);
-  const bool gathers = batch.direction == Direction::gather;
+  const bool gathers = batch.direction == Direction::gather, ends = piece.last_stripe == batch.stripes;
+  const uint32_t cells = piece.last_stripe - piece.first_stripe;
   if (gathers) {
-    launch_packed(cu, batch, args, PackStep::learn, size_t(args.num_parts) * args.num_planes);
-    launch_packed(cu, batch, args, PackStep::pack, batch.stripes);
+    if (staging != 0) {
+      const PackedPart& first = batch.packed[args.first_part];
+      args.stage -= batch.in_slot(piece.first_stripe, first) - batch.in_slot(first.first_cell, first);
+    }
+    if (piece.first_stripe == 0)
+      launch_packed(cu, batch, args, PackStep::learn, size_t(args.num_parts) * args.num_planes);
+    launch_packed(cu, batch, args, PackStep::pack, cells);
   }
-  if (piece.last_stripe == batch.stripes)
-    args.report = reinterpret_cast<unsigned long long*>(ring_host_.address() + batch.ring_begin);
+  if (ends) args.report = reinterpret_cast<unsigned long long*>(ring_host_.address() + batch.ring_begin);
   const size_t warps = device_.pack_threads(PackStep::finish) / 32;
-  if (gathers) launch_packed(cu, batch, args, PackStep::finish, args.num_parts * warps);
-  else launch_packed(cu, batch, args, PackStep::unpack, piece.last_stripe - piece.first_stripe);
+  if (!gathers) launch_packed(cu, batch, args, PackStep::unpack, cells);
+  else if (ends) launch_packed(cu, batch, args, PackStep::finish, args.num_parts * warps);
 }
 
 // `warps`: how many have something to do.
 void Pipeline::launch_packed(const ContextGuard& cu, const Batch& batch, const PackArgs& args, PackStep step,
                              size_t warps) {
   const unsigned threads = device_.pack_threads(step);
-  const int most = batch.direct ? tuning_.direct_ctas : tuning_.load_ctas;
+  const int staged = batch.direction == Direction::gather ? tuning_.store_ctas : tuning_.load_ctas;
+  const int most = batch.direct ? tuning_.direct_ctas : staged;
   const auto ctas = unsigned(std::min(size_t(most), (warps * 32 + threads - 1) / threads));
   PackArgs passed = args;
   void* parameters[] = {&passed};

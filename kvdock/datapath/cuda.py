@@ -38,7 +38,10 @@ from kvdock.datapath.layout import PagedLayout
 from kvdock.shm.checksum import ensure_keys
 
 UNPACK_CTAS: Final = 16
-PACK_CTAS: Final = 4
+PACK_CTAS: Final = 16
+DIRECT_PACK_CTAS: Final = 4
+PACKED_STORE_BYTES: Final = 4 << 20
+"""The staging buffer of a packed store beside the engine's steps; smaller stores are direct copies."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,23 @@ class CopyTuning:
         return replace(self, load_ctas=max(self.load_ctas, UNPACK_CTAS))
 
     def for_stores(self, *, packs: bool = False) -> CopyTuning:
-        """The tuning for stores while the engine computes: all of them are direct copies. While a staged store keeps
-        the copy engine busy, no other copy to the host starts, such as that of the engine's sampled tokens: during a
-        store of 1 GiB on an H200, tokens came 15 ms late. More CTAs than saturate PCIe would delay the engine's
-        kernels. With fewer than PACK_CTAS, packed stores would take twice as long as raw ones (bench/LOG.md)."""
-        least = 1 << 20  # the smallest staging buffer; none is used
-        ctas = max(self.background_store_ctas, PACK_CTAS if packs else 0)
-        return replace(self, piece_bytes=least, direct_ctas=ctas, direct_store_bytes=1 << 62)
+        """The tuning for stores while the engine computes. A copy to the host, such as that of the engine's sampled
+        tokens, waits while a staged store keeps the copy engine busy: beside a store of 1 GiB on an H200, tokens came
+        15 ms late. So raw stores are direct copies, by few CTAs, since more would delay the engine's kernels.
+
+        Larger packed stores (`packs`) pass through one staging buffer: the copy engine is idle while a kernel fills it,
+        so a token waits for one piece at most. A matrix product beside such a store took 1.09 times as long as alone,
+        beside a direct one 1.4 times (bench/LOG.md). With fewer than DIRECT_PACK_CTAS, small packed stores would take
+        twice as long as raw ones."""
+        if not packs:
+            least = 1 << 20  # the smallest staging buffer; none is used
+            return replace(
+                self, piece_bytes=least, direct_ctas=self.background_store_ctas, direct_store_bytes=1 << 62
+            )
+        return replace(
+            self, buffers=1, piece_bytes=PACKED_STORE_BYTES, store_ctas=PACK_CTAS,
+            direct_store_bytes=PACKED_STORE_BYTES, direct_ctas=max(self.background_store_ctas, DIRECT_PACK_CTAS),
+        )
 
 
 def require_cuda(device: int) -> _core.CudaDevice:

@@ -232,7 +232,7 @@ def _cpu_copies() -> Iterator[Calls]:
 
 @contextmanager
 def _gpu_copies(gpu: int) -> Iterator[Calls]:
-    """By the GPU's clock, with page-locked slots and the copies that connectors make: staged loads, direct stores."""
+    """By the GPU's clock, with page-locked slots and the copies that connectors make."""
     paged, slots = (
         _core.CudaBuffer(device=gpu, bytes=GPU_PARTS * PART_BYTES, host=is_host) for is_host in (False, True)
     )

@@ -162,6 +162,14 @@ def test_a_store_beside_steps_is_the_kernels_alone() -> None:
     assert replace(storing, **rest) == tuning, "nothing else is changed"
 
 
+def test_a_packed_store_beside_steps_leaves_the_copy_engine_idle_between_two_pieces() -> None:
+    tuning = CopyTuning(background_store_ctas=2, direct_store_bytes=0, store_ctas=4, buffers=3)
+    storing = tuning.for_stores(packs=True)
+    assert storing.buffers == 1, "a second buffer could be filled while the first one is copied"
+    assert storing.piece_bytes == storing.direct_store_bytes == 4 << 20, "smaller stores are direct copies"
+    assert (storing.store_ctas, storing.direct_ctas) == (16, 4)
+
+
 def test_the_cache_is_where_caches_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_directory() == tmp_path / "kvdock" and cached_tunings() == []

@@ -200,7 +200,7 @@ def test_blocks_that_are_not_on_the_device_are_refused_when_the_copier_is_made()
 @pytest.mark.parametrize(
     ("tuning", "message"),
     [
-        (CopyTuning(buffers=1), "staging buffers: found 1, wanted 2..8"),
+        (CopyTuning(buffers=0), "staging buffers: found 0, wanted 1..8"),
         (CopyTuning(piece_bytes=12345), "piece_bytes: found 12345"),
         (CopyTuning(load_ctas=0), "thread blocks: found 0"),
     ],

@@ -47,8 +47,9 @@ def test_both_codecs_read_what_the_other_packed(name: str, kind: str, shape: Sha
     tiles = len(paged.layout.planes) * (len(wanted[0]) // len(paged.layout.planes) // TILE)
     units = 40 * tiles if kind == "anything" else 3 * tiles
     of = shape_of(paged.layout, 11, units)
-    for place in ("host", "device"):
-        with slots_in(place, 3, of.packed_bytes) as slots, packing(paged.layout, 11, units) as copier:
+    for place, way in (("host", "staged"), ("host", "direct"), ("device", "staged")):
+        opened = packing(paged.layout, 11, units, tuning=WAYS[way])
+        with slots_in(place, 3, of.packed_bytes) as slots, opened as copier:
             handle = copier.gather([PartCopy(slots.address(i), ids) for i, ids in enumerate(lists)])
             found, fit = handle.result(), handle.fit()
             for i, part in enumerate(wanted):

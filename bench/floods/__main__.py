@@ -11,7 +11,9 @@ A p99 of some hundred lookups, and the longest of some thousand turns, differ fr
 limit is measured `--again` times more, each as long as the first time, and its figures are the medians of all.
 
 `kinds`: how many there were. `again`: those that were measured again, with every ratio and longest turn.
-`worst_p99_ratio`: the engine's p99 beside a flood, divided by that of the baseline.
+`worst_p99_ratio`: the engine's p99 beside a flood, divided by that of the baseline. `worst_p99_ratio_unstopped`: the
+same without the time in which the engine's thread or the server's loop waited for a processor: it is
+what the server does, whatever else the machine does.
 `longest_turn_ms`: the longest turn of the server's event loop in processor time (bench/floods/turns.py), and
 `longest_turn_wall_ms` on the clock, with what a busy machine took from it, and `longest_turn_unstopped_ms` in
 processor time, of the turns that the system did not stop for another process; the first two with `_SCOPE`: beside
@@ -57,13 +59,13 @@ class Seen(NamedTuple):
         return Seen(self.lookups + other.lookups, self.turn.or_longer(other.turn))
 
 
-NOTHING = Seen(Latencies([], 0), Longest())
+NOTHING = Seen(Latencies([], [], 0), Longest())
 
 
 def beside(flood: Flood, full: Full, seconds: float) -> Seen:
     with flooding(flood, seconds + MARGIN_S):
         full.longest_turn.forget()
-        lookups = honest(full.engine, full.keys, seconds)
+        lookups = honest(full.engine, full.keys, seconds, full.server.pid)
         turn = full.longest_turn.read()
     time.sleep(PAUSE_S)
     return Seen(lookups, turn)
@@ -71,9 +73,11 @@ def beside(flood: Flood, full: Full, seconds: float) -> Seen:
 
 class Figures(NamedTuple):
     p99_ms: float
+    p99_unstopped_ms: float
     max_ms: float
     errors: float
     ratio: float
+    ratio_unstopped: float
     turn_ms: float
     turn_wall_ms: float
     turn_unstopped_ms: float
@@ -81,6 +85,14 @@ class Figures(NamedTuple):
     """The longest turn beside the baseline."""
     quiet_turn_wall_ms: float
     quiet_turn_unstopped_ms: float
+
+    @property
+    def turn(self) -> Longest:
+        return Longest(self.turn_ms, self.turn_wall_ms, self.turn_unstopped_ms)
+
+    @property
+    def quiet_turn(self) -> Longest:
+        return Longest(self.quiet_turn_ms, self.quiet_turn_wall_ms, self.quiet_turn_unstopped_ms)
 
     @property
     def is_within_limits(self) -> bool:
@@ -94,7 +106,10 @@ def measure_kind(full: Full, name: str, seconds: float, rounds: int) -> Figures:
         quiet += beside(baseline, full, seconds / rounds)
         seen += beside(flood, full, seconds / rounds)
     of = seen.lookups
-    return Figures(of.p99_ms, of.max_ms, of.errors, of.p99_ms / quiet.lookups.p99_ms, *seen.turn, *quiet.turn)
+    return Figures(
+        of.p99_ms, of.p99_unstopped_ms, of.max_ms, of.errors, of.p99_ms / quiet.lookups.p99_ms,
+        of.p99_unstopped_ms / quiet.lookups.p99_unstopped_ms, *seen.turn, *quiet.turn,
+    )
 
 
 def explained(full: Full, seen_bytes: int) -> bytes:
@@ -106,7 +121,7 @@ def measure(full: Full, names: list[str], chosen: argparse.Namespace) -> dict[st
     by_kind, again = dict[str, dict[str, float]](), dict[str, dict[str, list[float]]]()
     turns = defaultdict[str, Longest](Longest)
     pid = full.server.pid
-    honest(full.engine, full.keys, 0.5)
+    honest(full.engine, full.keys, 0.5, pid)
     forget_most_memory(pid)
     began_mib = most_memory_mib(pid)
     seen_bytes = len(explained(full, 0))
@@ -114,7 +129,9 @@ def measure(full: Full, names: list[str], chosen: argparse.Namespace) -> dict[st
         all_of = [measure_kind(full, name, chosen.seconds, chosen.rounds)]
         if not all_of[0].is_within_limits:
             all_of += [measure_kind(full, name, chosen.seconds, chosen.rounds) for _ in range(chosen.again)]
-            again[name] = {"ratio": [one.ratio for one in all_of], "turn_ms": [one.turn_ms for one in all_of]}
+            again[name] = {
+                key: [getattr(one, key) for one in all_of] for key in ("ratio", "ratio_unstopped", "turn_ms")
+            }
         figures = Figures(*map(statistics.median, zip(*all_of, strict=True)))
         by_kind[name] = {key: value for key, value in figures._asdict().items() if "quiet" not in key}
         print(name, {key: round(value, 2) for key, value in by_kind[name].items()}, file=sys.stderr, flush=True)
@@ -122,10 +139,11 @@ def measure(full: Full, names: list[str], chosen: argparse.Namespace) -> dict[st
         seen_bytes += len(lines)
         print(lines.decode(), end="", file=sys.stderr, flush=True)
         whose = KINDS[name].who
-        turns[whose] = turns[whose].or_longer(Longest(*figures[4:7]))
-        turns[QUIET] = turns[QUIET].or_longer(Longest(*figures[7:10]))
+        turns[whose] = turns[whose].or_longer(figures.turn)
+        turns[QUIET] = turns[QUIET].or_longer(figures.quiet_turn)
     return {
         "kinds": len(by_kind), "worst_p99_ratio": max(one["ratio"] for one in by_kind.values()),
+        "worst_p99_ratio_unstopped": max(one["ratio_unstopped"] for one in by_kind.values()),
         "longest_turn_ms": max(turn.cpu_ms for turn in turns.values()),
         "longest_turn_wall_ms": max(turn.wall_ms for turn in turns.values()),
         "longest_turn_unstopped_ms": max(turn.unstopped_ms for turn in turns.values()),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -25,36 +27,59 @@ _fork = get_context("fork")
 class Latencies:
     took_s: list[float]
     """Seconds of each lookup, in rising order."""
+    unstopped_s: list[float]
+    """The same without the time in which the engine or the server's loop could go on, but had no processor."""
     errors: int
 
     @property
     def p99_ms(self) -> float:
-        return 1000 * self.took_s[int(len(self.took_s) * 0.99)]
+        return _p99_ms(self.took_s)
+
+    @property
+    def p99_unstopped_ms(self) -> float:
+        return _p99_ms(self.unstopped_s)
 
     @property
     def max_ms(self) -> float:
         return 1000 * self.took_s[-1]
 
     def __add__(self, other: Latencies) -> Latencies:
-        return Latencies(sorted(self.took_s + other.took_s), self.errors + other.errors)
+        return Latencies(
+            sorted(self.took_s + other.took_s), sorted(self.unstopped_s + other.unstopped_s), self.errors + other.errors
+        )
 
 
-def honest(engine: Engine, keys: bytes, seconds: float) -> Latencies:
+def _p99_ms(rising_s: list[float]) -> float:
+    return 1000 * rising_s[int(len(rising_s) * 0.99)]
+
+
+def honest(engine: Engine, keys: bytes, seconds: float, server_pid: int) -> Latencies:
     """Makes lookups of resident keys, each with the release of the lease before it."""
-    took_s, errors, beaten_s = [], 0, 0.0
+    took_s, unstopped_s, errors, beaten_s = list[float](), list[float](), 0, 0.0
     until_s = time.monotonic() + seconds
-    while time.monotonic() < until_s:
-        if time.monotonic() - beaten_s > 1.0:
-            engine.beat()
-            beaten_s = time.monotonic()
-        began_s = time.perf_counter()
-        try:
-            errors += engine.look_up(keys) != len(keys) // KEY_BYTES
-        except KvdockError:
-            errors += 1
-        took_s.append(time.perf_counter() - began_s)
-        time.sleep(PAUSE_S)  # an engine computes between two of its lookups
-    return Latencies(sorted(took_s), errors)
+    with _stops(threading.get_native_id(), server_pid) as stopped_s:
+        while time.monotonic() < until_s:
+            if time.monotonic() - beaten_s > 1.0:
+                engine.beat()
+                beaten_s = time.monotonic()
+            stopped_before_s, began_s = stopped_s(), time.perf_counter()
+            try:
+                errors += engine.look_up(keys) != len(keys) // KEY_BYTES
+            except KvdockError:
+                errors += 1
+            took_s.append(time.perf_counter() - began_s)
+            unstopped_s.append(max(0.0, took_s[-1] - (stopped_s() - stopped_before_s)))
+            time.sleep(PAUSE_S)  # an engine computes between two of its lookups
+    return Latencies(sorted(took_s), sorted(unstopped_s), errors)
+
+
+@contextmanager
+def _stops(*threads: int) -> Iterator[Callable[[], float]]:
+    """Gets how many seconds the threads have waited for a processor so far, all of them together. A server's loop runs
+    in the thread whose number is that of its process."""
+    with ExitStack() as opened:
+        files = [opened.enter_context(Path(f"/proc/{thread}/schedstat").open("rb")).fileno() for thread in threads]
+        yield lambda: sum(int(os.pread(file, 64, 0).split()[1]) for file in files) / 1e9
 
 
 @contextmanager

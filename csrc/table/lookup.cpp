@@ -208,7 +208,7 @@ void Table::promise(const Members::Asker& asker, const LookupCall& call, const S
     if (by == kNone || by == asker.session) wanted.push_back(call.keys[i]);
   }
   uint64_t session = members_.session_id(asker.session), member = members_.member_id(asker.member);
-  promises_.make({session, member, call.request, s.space}, wanted, now);
+  promises_.make({session, member, call.request, s.space, s.ns.tenant}, wanted, now);
 }
 
 void Table::drop_promises(const Grant& reservation) {

@@ -7,6 +7,7 @@ namespace kvdock {
 namespace {
 
 constexpr double kRetainedShare = 0.25;  // of the pool: the rest stays for chunks without hints
+constexpr double kShareOfTenant = 0.5;   // of what is retained, so that a tenant leaves some to others
 
 }  // namespace
 
@@ -35,21 +36,28 @@ uint64_t Preferences::priority_until(uint32_t id) const {
 
 void Preferences::set_priority(uint32_t id, int8_t priority, uint64_t until_ms) {
   RecordInfo& in = records_.info(id);
-  if (in.priority > 0) retained_bytes_ -= records_.bytes_of(id);
+  if (in.priority > 0) count_retained(id, -1);
   if (auto it = priority_until_.find(id); it != priority_until_.end()) {
     priorities_end_.erase({it->second, id});
     priority_until_.erase(it);
   }
   in.priority = priority;
-  if (priority > 0) retained_bytes_ += records_.bytes_of(id);
+  if (priority > 0) count_retained(id, 1);
   if (priority == 0 || until_ms == 0) return;
   priority_until_.emplace(id, until_ms);
   priorities_end_.emplace(until_ms, id);
 }
 
+void Preferences::count_retained(uint32_t id, int sign) {
+  retained_bytes_ += sign * records_.bytes_of(id);
+  records_.usage_of(id).retained_bytes += sign * records_.bytes_of(id);
+}
+
 bool Preferences::may_retain(uint32_t id) const {
   double most = kRetainedShare * static_cast<double>(header_.limit_bytes);
-  return static_cast<double>(retained_bytes_ + records_.bytes_of(id)) <= most;
+  uint64_t bytes = records_.bytes_of(id), of_tenant = records_.usage_of(id).retained_bytes;
+  if (!records_.is_own_users(id) && static_cast<double>(of_tenant + bytes) > kShareOfTenant * most) return false;
+  return static_cast<double>(retained_bytes_ + bytes) <= most;
 }
 
 // A chunk that another continues is not evicted, so a retained chunk also keeps its ancestors. None is retained longer,

@@ -51,6 +51,7 @@ class Preferences {
     return ends.empty() || ends.begin()->first > now ? std::nullopt : std::optional(ends.begin()->second);
   }
   uint64_t priority_until(uint32_t id) const;
+  void count_retained(uint32_t id, int sign);
   bool may_retain(uint32_t id) const;
   void check_keeps() const;
   void check_priorities() const;

@@ -30,15 +30,21 @@ void Promises::make(const Promise& wanted, std::span<const Key> keys, uint64_t n
       pass_on(at, mine);
       continue;
     }
-    auto of_session = keys_of_.find(wanted.session);
-    if (of_session != keys_of_.end() && of_session->second == kMostKeysOf) break;
-    if (!is_promised && at_.size() == kMostKeys) break;
+    if (!has_room(wanted) || (!is_promised && at_.size() == kMostKeys)) break;
     if (is_promised) at = remove(at);  // another session promised it
     ++keys_of_[wanted.session];
+    ++keys_of_tenant_[wanted.tenant];
     at_.emplace_hint(at, at_key, name);
     mine->second.keys.insert(key);
   }
   if (mine != promises_.end() && mine->second.keys.empty()) promises_.erase(mine);
+}
+
+bool Promises::has_room(const Promise& of) const {
+  auto of_session = keys_of_.find(of.session);
+  if (of_session != keys_of_.end() && of_session->second == kMostKeysOf) return false;
+  auto of_tenant = keys_of_tenant_.find(of.tenant);
+  return of.tenant == Id16{} || of_tenant == keys_of_tenant_.end() || of_tenant->second < kMostKeysOfTenant;
 }
 
 void Promises::pass_on(At::iterator key, Made::iterator to) {
@@ -63,6 +69,8 @@ Promises::At::iterator Promises::remove(At::iterator key) {
   auto promise = promises_.find(key->second);
   auto of_session = keys_of_.find(key->second.first);
   if (--of_session->second == 0) keys_of_.erase(of_session);
+  auto of_tenant = keys_of_tenant_.find(promise->second.tenant);
+  if (--of_tenant->second == 0) keys_of_tenant_.erase(of_tenant);
   promise->second.keys.erase(key->first.second);
   if (promise->second.keys.empty()) promises_.erase(promise);
   return at_.erase(key);
@@ -80,13 +88,17 @@ uint32_t Promises::forget(Name name, uint32_t most) {
 void Promises::check() const {
   std::map<Name, uint32_t> open;
   std::map<uint64_t, uint32_t> of_session;
-  for (const auto& [key, name] : at_) ++open[name], ++of_session[name.first];
+  std::map<Id16, uint32_t> of_tenant;
+  for (const auto& [key, name] : at_) ++open[name], ++of_session[name.first], ++of_tenant[promises_.at(name).tenant];
   require(open.size() == promises_.size(), "a promise has no key", int64_t(open.size()));
   for (const auto& [name, promise] : promises_) {
     require(promise.keys.size() == open[name], "a promise's keys are counted wrongly", int64_t(name.first));
     require(of_session[name.first] <= kMostKeysOf, "a session promises too much", int64_t(name.first));
+    require(promise.tenant == Id16{} || of_tenant[promise.tenant] <= kMostKeysOfTenant, "a tenant promises too much",
+            promise.space);
   }
   require(of_session == keys_of_, "sessions' promised keys are counted wrongly");
+  require(of_tenant == keys_of_tenant_, "tenants' promised keys are counted wrongly");
   require(at_.size() <= kMostKeys, "too many keys are promised", int64_t(at_.size()));
 }
 

@@ -2,7 +2,8 @@
 //
 // Ownership: derived from calls and kept on the heap alone: the next server begins without promises.
 // Invariants: a key of a namespace is in one promise at most; a promise has a key or does not exist; there are at most
-//   kMostKeys, and kMostKeysOf of one session. A promise pins and reserves nothing.
+//   kMostKeys, kMostKeysOf of one session, and kMostKeysOfTenant of one tenant that is not the server's own user. A
+//   promise pins and reserves nothing.
 #pragma once
 
 #include <algorithm>
@@ -19,13 +20,14 @@ struct Promise {
   uint64_t session, member;  // the ids of its maker
   Id16 request;
   uint32_t space;
+  Id16 tenant;  // the namespace's; zeros: the server's own user
   uint64_t until_ms = 0;  // the promise ends then; each chunk of it that is stored puts the end off
   std::set<Key> keys{};
 };
 
 class Promises {
  public:
-  static constexpr uint32_t kMostKeys = 1u << 16, kMostKeysOf = 1u << 13;
+  static constexpr uint32_t kMostKeys = 1u << 16, kMostKeysOf = 1u << 13, kMostKeysOfTenant = kMostKeys / 2;
   static constexpr uint64_t kLastsMs = 30'000;
 
   bool empty() const { return at_.empty(); }
@@ -62,10 +64,12 @@ class Promises {
   using At = std::map<std::pair<uint32_t, Key>, Name>;
   At::iterator remove(At::iterator key);              // returns what follows it
   void pass_on(At::iterator key, Made::iterator to);  // both of one session
+  bool has_room(const Promise& of) const;             // for one key more of its session and tenant
 
   Made promises_;
   At at_;                                 // by namespace and key
   std::map<uint64_t, uint32_t> keys_of_;  // by session: how many keys
+  std::map<Id16, uint32_t> keys_of_tenant_;
   Name swept_to_{};                       // the next to look at
 };
 

@@ -30,6 +30,7 @@ std::vector<Usage> Records::count_usage() const {
     if (r.state() == RecordState::kFree) continue;
     of(r.space).bytes += bytes_of(id);
     ++of(r.space).chunks;
+    if (info_[id].priority > 0) of(r.space).retained_bytes += bytes_of(id);
   }
   return by_tenant;
 }

@@ -93,6 +93,8 @@ class Records {
   uint32_t chunks_in(uint32_t space) const { return space < in_space_.size() ? in_space_[space] : 0; }
   // By tenant: its namespaces and records, counted again.
   std::vector<Usage> count_usage() const;
+  Usage& usage_of(uint32_t id) const { return spaces_.usage(at(id).space); }  // of its tenant
+  bool is_own_users(uint32_t id) const { return spaces_[at(id).space].tenant == Id16{}; }
 
   // -- transitions: each is one 64-bit store
   // An id for a record with that number of parts; nullopt: every page is in use.

@@ -23,6 +23,7 @@ struct Quota {
 
 struct Usage {
   uint64_t bytes = 0, chunks = 0;  // of records that are not FREE
+  uint64_t retained_bytes = 0;     // of records with a priority above 0
   uint32_t namespaces = 0, sessions = 0, members = 0, grants = 0;
   bool operator==(const Usage&) const = default;
 };

@@ -14,6 +14,7 @@ import gc
 import itertools
 import logging
 import os
+import re
 import resource
 import secrets
 import signal
@@ -477,8 +478,8 @@ class ServiceManager:
         name = environ.get("NOTIFY_SOCKET", "")
         self._address = f"\0{name[1:]}" if name.startswith("@") else name
         is_watched = environ.get("WATCHDOG_PID", "") in ("", str(os.getpid()))
-        watchdog_us = environ.get("WATCHDOG_USEC", "")
-        self._watch_s = int(watchdog_us) / 1e6 / WATCHDOG_SHARE if is_watched and watchdog_us.isdigit() else 0.0
+        watchdog_us = re.fullmatch(r"[0-9]{1,20}", environ.get("WATCHDOG_USEC", ""))
+        self._watch_s = int(watchdog_us[0]) / 1e6 / WATCHDOG_SHARE if is_watched and watchdog_us else 0.0
         self._watched_s = 0.0
 
     def ready(self, status: str) -> None:

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
-SLICE_S = 0.0005
-SLICE_WORK: Final = 20_000
+SLICE_S = 0.0003
+SLICE_WORK: Final = 12_000
 """As much in the table's units of work (csrc/base/work.h)."""
 READS_OF_TURN: Final = 4
 ENGINE_READS_OF_TURN: Final = 4

@@ -273,6 +273,7 @@ def test_what_a_call_does_not_take_is_refused_on_both_sockets(
     answered, headers, content = raw(getattr(home, way), method, path, body, content_type)
     problem = msgspec.json.decode(content, type=Problem)
     assert (answered, problem.code, problem.found) == (status, code, found)
+    assert problem.wanted or code != "bad_argument"
     if status == 405:
         assert headers["allow"] == ("POST" if path == "/v1/lookups" else "DELETE, GET, HEAD")
 

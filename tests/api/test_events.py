@@ -219,7 +219,8 @@ def test_a_reader_of_some_kinds_misses_nothing_that_it_did_not_ask_for() -> None
     stream = EventStream(3, nothing, keep=4)
 
     def told_of(last_id: str) -> bytes:
-        return asyncio.run(whole(stream.read(last_id, [Draining], lambda tenant: True, lambda: True, follows=False)))
+        pieces = stream.read(last_id, [Draining], "", lambda tenant: True, lambda: True, follows=False)
+        return asyncio.run(whole(pieces))
 
     async def whole(pieces: AsyncIterator[bytes]) -> bytes:
         return b"".join([piece async for piece in pieces])
@@ -352,7 +353,7 @@ def test_a_slow_reader_is_told_what_it_missed() -> None:
             for number in numbers:
                 stream.take(Freed(seq=number, bytes=0))
 
-        reading = stream.read("", EVENTS, lambda tenant: True, lambda: True, follows=True)
+        reading = stream.read("", EVENTS, "", lambda tenant: True, lambda: True, follows=True)
         take(1, 2)  # after the call, before its first piece is asked for
         found = [await anext(reading)]
         take(3)
@@ -361,7 +362,7 @@ def test_a_slow_reader_is_told_what_it_missed() -> None:
         found.append(await anext(reading))
         stream.take(Draining(seq=12, is_takeover=False, leases=0, reservations=0))
         found += [piece async for piece in reading]
-        assert stream.readers == 0
+        assert len(stream.readers) == 0
         return found
 
     found = parsed(b"".join(asyncio.run(scenario())))
@@ -446,7 +447,7 @@ def test_rare_events_outlast_what_requests_cause_and_come_once_and_in_order() ->
         stream.take(rare[0] if rare else Freed(seq=seq, bytes=seq))
 
     async def read(last_id: str) -> list[int]:
-        reading = stream.read(last_id, EVENTS, lambda tenant: True, lambda: True, follows=False)
+        reading = stream.read(last_id, EVENTS, "", lambda tenant: True, lambda: True, follows=False)
         pieces = [piece async for piece in reading]
         return [event["seq"] for event in parsed(b"".join(pieces)) if event["kind"] != "gap"]
 

@@ -57,15 +57,15 @@ def rig() -> Iterator[Rig]:
         client = stack.enter_context(Client(server.unix, timeout_s=30.0))
         engine, keys = Engine(client, "honest"), chain(KEYS, "flooded")
         engine.store(keys)
-        honest(engine, keys, 0.2)
+        honest(engine, keys, 0.2, server.process.pid)
         yield Rig(server, engine, keys, most_memory_mib(server.process.pid))
         engine.close()
 
 
-def beside(name: str, target: Target, engine: Engine, keys: bytes) -> Latencies:
+def beside(name: str, target: Target, rig: Rig) -> Latencies:
     with forked(begin, name, target) as attacker:
         attacker.recv()
-        return honest(engine, keys, SECONDS)
+        return honest(rig.engine, rig.keys, SECONDS, rig.server.process.pid)
 
 
 def begin(name: str, target: Target, link: Connection) -> None:
@@ -84,7 +84,7 @@ def test_engines_go_on_beside(name: str, rig: Rig) -> None:
     )
     tries = list[Latencies]()
     while len(tries) < TRIES and (not tries or tries[-1].max_ms >= LONGEST_MS):
-        tries.append(beside(name, target, rig.engine, rig.keys))
+        tries.append(beside(name, target, rig))
         assert not tries[-1].errors, tries
     assert tries[-1].max_ms < LONGEST_MS, tries
     assert most_memory_mib(rig.server.process.pid) - rig.began_mib < GROWTH_MIB

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +10,26 @@ from typing import Any
 import msgspec
 import pytest
 from api_helpers import MIB, Engine, ServerProcess, attach, eventually, kept_of, keys
+from app_rig import OWN, opened
 from server_fixtures import fresh_server
 
-from kvdock.api.record.hits import MOST_DAYS, MOST_MODELS, OTHERS, Answered, HitRecord, Missing, Whose, divided
+from kvdock.api.pool.registry import digest16
+from kvdock.api.record.hits import (
+    MOST_DAYS,
+    MOST_ENGINES,
+    MOST_EPOCHS,
+    MOST_MODELS,
+    OTHERS,
+    Answered,
+    HitRecord,
+    Missing,
+    Whose,
+    divided,
+)
 from kvdock.client.client import Client
+from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks, EvictChunks
+from kvdock.protocol.forms import JSON
 from kvdock.protocol.hits import ComputedWhy, HitTotals, PromptRun
 from kvdock.protocol.outcomes import Outcome, OutcomeView
 from kvdock.protocol.reports import DayOfHits
@@ -262,6 +278,44 @@ def test_models_and_days_beyond_what_is_counted_apart_are_bounded() -> None:
         now["s"] += 86_400
         record.ended(Whose("", "m", "e"), outcome_of(1, PromptRun(tokens=1, origin="local")))
     assert len({day.date for day in record.days(lambda tenant: True)}) == MOST_DAYS
+
+
+@pytest.mark.security
+def test_a_tenant_that_makes_names_up_leaves_others_their_models_and_engines() -> None:
+    """Else the models of all that come later that day are counted together."""
+    record, outcome = HitRecord(lambda: 1_764_000_000.0), outcome_of(1, PromptRun(tokens=1, origin="local"))
+    for number in range(MOST_ENGINES + 10):
+        record.ended(Whose("a", f"model {number}", f"engine {number}"), outcome)
+    honest = Whose("b", "llama", "serves")
+    record.ended(honest, outcome)
+    assert record.by_model["b", "llama"].requests == 1
+    assert record.by_model["a", OTHERS[1]].requests == MOST_ENGINES + 10 - MOST_MODELS // 2
+    assert len(record.by_model) == MOST_MODELS // 2 + 2, "half of all, its others and the other tenant's"
+    engines = record.lately.sums(lambda tenant: True)
+    assert len(engines) == MOST_ENGINES // 2 + 2 and engines[honest].requests == 1
+    (day,) = record.days(lambda tenant: tenant == "b")
+    assert (day.model, day.hits.requests) == ("llama", 1)
+    for number in range(MOST_MODELS):
+        record.ended(Whose("b", f"model {number}", "serves"), outcome)
+    record.ended(Whose("c", "gemma", "serves"), outcome)
+    assert len(record.by_model) == MOST_MODELS + 1 and record.by_model[OTHERS].requests > 0, "all together are bounded"
+
+
+@pytest.mark.security
+def test_of_a_request_s_epochs_the_last_ones_are_kept() -> None:
+    """An engine that counts them up without an end would fill the server's memory."""
+    with opened() as rig:
+        async def look_up() -> None:
+            for epoch in range(1, 3 * MOST_EPOCHS):
+                body = s.Lookup(session=rig.session, member="m", request="r", keys=keys(2), epoch=epoch)
+                await rig.parts.handlers.service.lookup(OWN, body, JSON)
+
+        asyncio.run(look_up())
+        tally = rig.parts.sampler._tally
+        tally.count_answered()
+        parts = tally.learned.answers._open._parts
+        (of_request,) = [kept for part in parts for (_, request), kept in part.items() if request == digest16("r")]
+        assert list(of_request) == list(range(2 * MOST_EPOCHS, 3 * MOST_EPOCHS))
 
 
 # ------------------------------------------------------------------ the division itself

@@ -29,7 +29,7 @@ from kvdock.client.client import Client
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import ClearCache
 from kvdock.protocol.errors import ApiError
-from kvdock.protocol.kv_events import BlockNames, BlockStored, named
+from kvdock.protocol.kv_events import AllBlocksCleared, BlockNames, BlockStored, named
 
 CHUNK = 16
 """Tokens of a chunk of api_helpers.manifest."""
@@ -342,6 +342,33 @@ def test_of_what_does_not_fit_into_memory_routers_are_told_that_it_is_gone() -> 
         ])
     assert not is_snapshot and log.chunks == 10
     assert belief.there == {int.from_bytes(bytes([number]) * 8, "big") for number in range(15, 25)}
+
+
+@pytest.mark.security
+def test_a_tenant_with_many_chunks_leaves_another_its_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the other's routers are told after each chunk that the one before it is gone, and its readers that follow
+    get a snapshot in place of each event."""
+    monkeypatch.setattr(kv, "KEPT_BYTES", 20 * CHUNK_BYTES)
+    log, table = followed(most_bytes=10 * CHUNK_BYTES)
+    log.met(1, Source(b"e", "other", "m", CHUNK))
+    log._is_walked = True
+    table.changes = [(0, bytes([number]) * 32, True, bytes(32)) for number in range(25)]
+    follow(log)
+    first = log.next_of("other")
+    for number in range(4):
+        table.changes.append((1, bytes([number]) * 32, True, bytes(32)))
+        follow(log)
+    batches = log.kept("other", first)
+    assert batches is not None
+    assert [type(event) for batch in batches for event in batch.events()] == [AllBlocksCleared, *[BlockStored] * 4]
+    assert [len(log._logs.of(tenant).there) for tenant in ("other", "")] == [4, 6]
+    table.changes += [(1, bytes([number]) * 32, True, bytes(32)) for number in range(4, 25)]
+    follow(log)
+    assert sorted(len(one.there) for one in log._logs) == [5, 5]
+    logs = list(log._logs)
+    assert log._room.used_bytes == sum(chunk.size_bytes for one in logs for page in one.there.pages()
+                                       for chunk in page.values()) == sum(one.there_bytes for one in logs)
+    assert log._logs._kept_bytes == sum(one.kept_bytes for one in logs) <= kv.KEPT_BYTES
 
 
 def test_who_falls_behind_the_table_clears_all_and_tells_what_is_there() -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
 from api_helpers import Engine, ServerProcess, access_file, attach, keys
+from app_rig import OWN, opened
 
 from kvdock.api.access.access_file import entry
+from kvdock.api.access.peer import Peer
 from kvdock.api.record.labels import MOST_LABEL_KEYS, MOST_LABELS_OF_TENANT
+from kvdock.api.reports.contents import MOST_QUESTIONS, Contents
 from kvdock.client.client import Client
 from kvdock.protocol.admin_schemas import PinChunks
 from kvdock.protocol.errors import ApiError
@@ -208,3 +213,33 @@ def test_prefixes_are_found_by_label_model_tenant_and_key(tmp_path: Path) -> Non
             with pytest.raises(ApiError) as why:
                 client.prefixes(namespace=other, below=keys(3, "blue")[0])
             assert why.value.code == "unknown_namespace"
+
+
+@pytest.mark.security
+def test_a_tenant_that_searches_much_leaves_others_room() -> None:
+    async def story(contents: Contents) -> None:
+        async def search(peer: Peer, text: str) -> str:
+            try:
+                await contents.prefixes(peer, 5, search=text)
+            except ApiError as refusal:
+                return refusal.code
+            return "found"
+
+        async def all_of(peer: Peer, count: int) -> list[asyncio.Task[str]]:
+            tasks = [asyncio.create_task(search(peer, f"{peer.tenant} {number}")) for number in range(count)]
+            await asyncio.sleep(0)  # each of them waits for its census now, or is refused
+            return tasks
+
+        one, two = (OWN._replace(scopes=frozenset({"read"}), tenant=name) for name in ("a", "b"))
+        async with contents._turn:
+            asked = [await all_of(peer, MOST_QUESTIONS) for peer in (one, two, OWN)]
+        found = [Counter(await asyncio.gather(*tasks)) for tasks in asked]
+        half = MOST_QUESTIONS // 2
+        assert found == [{"found": half, "too_busy": half}] * 2 + [{"too_busy": MOST_QUESTIONS}]
+        assert not contents._waiting
+        async with contents._turn:
+            asked = [await all_of(OWN, MOST_QUESTIONS + 1)]
+        assert Counter(await asyncio.gather(*asked[0])) == {"found": MOST_QUESTIONS, "too_busy": 1}
+
+    with opened() as rig:
+        asyncio.run(story(rig.parts.handlers.lists._contents))

@@ -141,7 +141,7 @@ MUTANTS = (
     ),
     Mutant(
         "P79", "a tenant's routers see the KV events of the server's own user", "kvdock/api/http/routes_people.py",
-        'peer_of_call(request).tenant or "", request', '"", request',
+        "        tenant, request.headers", '        "", request.headers',
         ("tests/api/test_kv_events.py", "-k", "tenant_s"),
         "test_a_tenant_s_routers_see_its_own_and_zeromq_has_the_server_s_own",
     ),

@@ -98,6 +98,24 @@ def test_only_so_much_of_the_pool_is_retained_and_the_rest_is_counted() -> None:
     engine.table.check_integrity()
 
 
+@pytest.mark.security
+def test_a_tenant_retains_no_more_than_half_of_what_is_retained_unless_it_is_the_server_s_own_user() -> None:
+    """Else the hints of one tenant would keep all others' from being followed."""
+    table = new_table(ROOM * PAGE)
+    tenants = {"1": b"1" * 16, "2": b"2" * 16, "": bytes(16)}
+    one, two, own = (Client(table, PAGE, name, tenant=tenant) for name, tenant in tenants.items())
+    chains = {engine.name: stored(engine, engine.name, RETAINED) for engine in (one, two, own)}
+    half = RETAINED // 2
+    assert [retain(engine, chains[engine.name]) for engine in (one, one, two)] == [(half, half)] * 3
+    table.check_integrity()
+    lower(one, chains["1"], 0)
+    assert retain(two, chains["2"]) == (half, half), "not even if nobody else retains any"
+    lower(two, chains["2"], 0)
+    assert retain(own, chains[""]) == (RETAINED, 0)
+    assert retain(one, chains["1"]) == (0, RETAINED)
+    table.check_integrity()
+
+
 def test_the_end_of_a_chain_is_not_retained_without_its_beginning() -> None:
     """Else a wish for one chunk would keep more than is counted."""
     engine = engine_of()

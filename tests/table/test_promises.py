@@ -18,8 +18,8 @@ def table() -> Table:
     return new_table(256 * PAGE)
 
 
-def engines(table: Table, *names: str) -> list[Client]:
-    return [Client(table, PAGE, name, namespace="shared") for name in names]
+def engines(table: Table, *names: str, tenant: bytes = bytes(16)) -> list[Client]:
+    return [Client(table, PAGE, name, namespace=f"shared by {tenant.hex()}", tenant=tenant) for name in names]
 
 
 def prefix(count: int, name: str = "prefix") -> list[bytes]:
@@ -197,3 +197,25 @@ def test_all_sessions_promise_no_more_than_there_is_room_for(table: Table) -> No
     ]
     assert known == [(4096, 0)] * 8 + [(0, 0)] * 2
     table.check_integrity()
+
+
+@pytest.mark.security
+def test_a_tenant_promises_no_more_than_half_of_all_unless_it_is_the_server_s_own_user(table: Table) -> None:
+    """Else eight of its sessions would keep all others from promising."""
+    def promised(tenant: bytes) -> int:
+        """By nine engines, each as much as it may."""
+        many, other = engines(table, *(f"{tenant.hex()} {at}" for at in range(9)), tenant=tenant), 0
+        listener, = engines(table, f"{tenant.hex()} listens", tenant=tenant)
+        for engine in many:
+            for at in range(2):
+                keys = prefix(4096, f"{engine.name} {at}")
+                ask(engine, keys, f"{at}")
+                other += stored_by_others(ask(listener, keys, "x", computes=False))[0]
+        table.check_integrity()
+        for engine in many:
+            for at in range(2):
+                table.withdraw(engine.session, key(f"{at}")[:16])
+        table.check_integrity()
+        return other
+
+    assert [promised(tenant) for tenant in (b"1" * 16, b"2" * 16, bytes(16))] == [MOST // 2, MOST // 2, MOST]

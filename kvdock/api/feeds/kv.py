@@ -227,6 +227,8 @@ class TenantLog:
     def __init__(self, first: int, at: float) -> None:
         self.last, self.at = first - 1, at
         self.there, self.on_tiers = Chunks[Announced](), Chunks[Announced]()
+        self.there_bytes = self.kept_bytes = 0
+        """How much is remembered of chunks in the pool, and kept of batches."""
         self.again = list[Chunks[Announced]]()
         """Copies on tiers that were declared void, and are announced again soon."""
         self._kept: deque[Batch] = deque()
@@ -239,7 +241,7 @@ class TenantLog:
     def begin_anew(self) -> Chunks[Announced]:
         """Declares all that was announced void: the next batch begins with AllBlocksCleared. Returns what was there in
         the pool."""
-        gone, self.there, self._begins = self.there, Chunks(), True
+        gone, self.there, self.there_bytes, self._begins = self.there, Chunks(), 0, True
         self.again.append(self.on_tiers)
         self.on_tiers = Chunks()
         return gone
@@ -250,11 +252,14 @@ class TenantLog:
             items, self._begins = [AllBlocksCleared(), *items], False
         self.last, self.at = self.last + 1, at
         self._kept.append(Batch(self.last, at, model, tuple(items)))
+        self.kept_bytes += self._kept[-1].size_bytes
         return self._kept[-1].size_bytes
 
     def drop_oldest(self) -> int:
-        """Forgets the oldest batch. Returns its size in bytes; 0: there is no batch."""
-        return self._kept.popleft().size_bytes if self._kept else 0
+        """Forgets the oldest batch; there is one. Returns its size in bytes."""
+        size_bytes = self._kept.popleft().size_bytes
+        self.kept_bytes -= size_bytes
+        return size_bytes
 
     def since(self, seq: int, most: int) -> list[Batch] | None:
         """The batches from number `seq` on, `most` of them; None: some are not kept."""
@@ -292,7 +297,7 @@ def _batches_of(chunks: Iterable[Announced], seq: int, at: float) -> Iterator[Ba
 
 
 class TenantLogs:
-    """The logs of all tenants. Together they keep KEPT_BYTES of batches."""
+    """The logs of all tenants. Together they keep KEPT_BYTES of batches: the tenant that has most loses its oldest."""
 
     def __init__(self, wall_s: Callable[[], float]) -> None:
         self._wall_s, self._first = wall_s, round(wall_s() * 1000)
@@ -310,8 +315,8 @@ class TenantLogs:
 
     def add(self, log: TenantLog, at: float, model: str, items: list[Item]) -> None:
         self._kept_bytes += log.add(at, model, items)
-        while self._kept_bytes > KEPT_BYTES and (dropped := log.drop_oldest()):
-            self._kept_bytes -= dropped
+        while self._kept_bytes > KEPT_BYTES:
+            self._kept_bytes -= max(self, key=lambda one: one.kept_bytes).drop_oldest()
 
     def add_all(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:
         """Adds the items in batches, in their order; each batch has items of one model."""
@@ -452,6 +457,7 @@ class KvLog:
                     if copy is not None and copy.name is None:
                         again += [(source, self._removed(log, place + tier)), *self._copied(log, source, place + tier)]
             self._publish(log, again)
+            self._make_room()
 
     # ---------------------------------------------------------------- from the table
 
@@ -560,11 +566,12 @@ class KvLog:
                 items += self._stored(log, source, place, parent) if is_there else [(source, self._removed(log, place))]
             for tenant, items in of_log.items():
                 self._publish(self._logs.of(tenant), items)
+            self._make_room()
 
     def _stored(
         self, log: TenantLog, source: Source, place: Place, parent: bytes
     ) -> list[tuple[Source, Item]]:
-        """The chunk's event, and removals of older chunks for which the log has no room any more."""
+        """The chunk's event."""
         name = self._names.take(place)
         if name is None:
             copies = [log.on_tiers.get(place + tier) for tier in self._lower.names]
@@ -572,23 +579,41 @@ class KvLog:
         return self._added(log, place, _announced(source, place, name, parent))
 
     def _added(self, log: TenantLog, place: Place, chunk: Announced) -> list[tuple[Source, Item]]:
-        copies, room = log.copies(place), self._lower.room if chunk.tier else self._room
-        copies.add(place, chunk)
+        """The event of a chunk, or of a copy on a tier, and removals of older copies for which there is no room."""
+        log.copies(place).add(place, chunk)
         self._count[_number_in(place)] += 1
-        room.used_bytes += chunk.size_bytes
         items: list[tuple[Source, Item]] = [(chunk.source, chunk)]
-        while room.is_over and copies:
-            oldest = copies.oldest()
-            known = copies.get(oldest)
-            assert known is not None, "it is there"
-            items.append((known.source, self._removed(log, oldest)))
+        if not chunk.tier:
+            log.there_bytes += chunk.size_bytes
+            self._room.used_bytes += chunk.size_bytes
+            return items
+        self._lower.room.used_bytes += chunk.size_bytes
+        while self._lower.room.is_over and log.on_tiers:
+            items.append(self._oldest_removed(log, log.on_tiers))
         return items
+
+    def _make_room(self) -> None:
+        """Forgets chunks of the pool until what is remembered of them fits. The tenant of which most is remembered
+        gives up its oldest, and its readers are told that these are gone."""
+        while self._room.is_over:
+            log, items = max(self._logs, key=lambda one: one.there_bytes), list[tuple[Source, Item]]()
+            next_bytes = max((one.there_bytes for one in self._logs if one is not log), default=0)
+            while self._room.is_over and log.there and log.there_bytes >= next_bytes:
+                items.append(self._oldest_removed(log, log.there))
+            self._publish(log, items)
+
+    def _oldest_removed(self, log: TenantLog, copies: Chunks[Announced]) -> tuple[Source, Item]:
+        place = copies.oldest()
+        known = copies.get(place)
+        assert known is not None, "it is there"
+        return known.source, self._removed(log, place)
 
     def _removed(self, log: TenantLog, place: Place) -> BlockRemoved:
         chunk = log.copies(place).take(place)
         assert chunk is not None, "it is there"
         self._count[_number_in(place)] -= 1
         (self._lower.room if chunk.tier else self._room).used_bytes -= chunk.size_bytes
+        log.there_bytes -= 0 if chunk.tier else chunk.size_bytes
         if chunk.name is not None and not chunk.tier:
             self._names.put(place, chunk.name)  # kept, because the chunk may come back without a name
         return chunk.removed()
@@ -760,7 +785,7 @@ class KvStream(Stream):
 
     def read(self, tenant: str, last_id: str, is_admitted: IsAdmitted, *, follows: bool) -> AsyncIterator[bytes]:
         """The batches after `last_id`, or a snapshot; if `follows`, then new ones too, until the server drains."""
-        return self._sent(self._pieces(tenant, last_id, follows=follows), is_admitted)
+        return self._sent(self._pieces(tenant, last_id, follows=follows), tenant, is_admitted)
 
     def _pieces(self, tenant: str, last_id: str, *, follows: bool) -> Iterator[bytes | None]:
         number = number_in(last_id)

@@ -17,10 +17,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from itertools import islice
 
 from kvdock.api.turns import next_slice
+from kvdock.protocol.errors import ApiError
 from kvdock.protocol.events import EVENTS, Draining, Event, Gap, kind_of
 from kvdock.protocol.forms import JSON
 
 MOST_READERS = 64
+"""The readers of one stream."""
 IDLE_S = 15.0
 """How often a comment is sent while nothing happens: proxies close connections that are silent."""
 WOKEN_OF_TURN = 4
@@ -41,12 +43,56 @@ KEPT_RARE = 1024
 """How many events that no request causes are kept, in a ring of their own, so that last night's are still there."""
 
 
+class Reader:
+    """`is_over`: its place was given to another reader, so its body ends. It comes back with `Last-Event-ID`."""
+
+    __slots__ = ("is_over", "tenant")
+
+    def __init__(self, tenant: str) -> None:
+        self.tenant, self.is_over = tenant, False
+
+
+class Readers:
+    """Those of one stream, MOST_READERS at most. While a place is free, a tenant may have as many as it likes. Once all
+    places are taken, the tenant that has most of them gives up that of its oldest reader, for a tenant that has at
+    least two fewer."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, dict[Reader, None]] = {}
+        """By tenant; its oldest reader comes first."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    def make_room(self, tenant: str) -> bool:
+        """For one more of the tenant. Returns whether another reader's place was needed. Raises ApiError: too_busy."""
+        if len(self) < MOST_READERS:
+            return False
+        most = max(self._of.values(), key=len)
+        if len(most) < len(self._of.get(tenant, {})) + 2:
+            raise ApiError("too_busy", "too many others read the events", found=len(self), wanted=f"< {MOST_READERS}")
+        oldest = next(iter(most))
+        oldest.is_over = True
+        self.remove(oldest)
+        return True
+
+    def add(self, tenant: str) -> Reader:
+        mine = Reader(tenant)
+        self._of.setdefault(tenant, {})[mine] = None
+        return mine
+
+    def remove(self, reader: Reader) -> None:
+        of_tenant = self._of.get(reader.tenant, {})
+        of_tenant.pop(reader, None)
+        if not of_tenant:
+            self._of.pop(reader.tenant, None)
+
+
 class Stream:
     """Base of a stream. It is used on the server's event loop alone."""
 
     def __init__(self) -> None:
-        self.readers = 0
-        """How many readers there are now. Callers refuse more than MOST_READERS."""
+        self.readers = Readers()
         self._wakes = 0
         """How often readers were woken."""
         self._waiting: dict[asyncio.Future[bool], None] = {}
@@ -82,13 +128,21 @@ class Stream:
             timer.cancel()
             self._waiting.pop(mine, None)
 
-    async def _sent(self, pieces: Iterator[bytes | None], is_admitted: IsAdmitted) -> AsyncIterator[bytes]:
-        """The pieces of a body, joined into slices. A piece that is None means that nothing is new: then the reader
-        waits, or, once the server drains, the body ends. It ends before the next slice once `is_admitted` says no."""
-        self.readers += 1
+    def make_room(self, tenant: str) -> None:
+        """Before a reader of the tenant begins. Raises ApiError: too_busy."""
+        if self.readers.make_room(tenant):
+            self._wake()  # the one whose place it was
+
+    async def _sent(
+        self, pieces: Iterator[bytes | None], tenant: str, is_admitted: IsAdmitted
+    ) -> AsyncIterator[bytes]:
+        """The pieces of a body for a reader of the tenant, joined into slices. A piece that is None means that nothing
+        is new: then the reader waits, or, once the server drains, the body ends. It ends before the next slice once
+        `is_admitted` says no, or once the reader's place is another's."""
+        reader = self.readers.add(tenant)
         try:
             is_over = False
-            while not is_over and is_admitted():
+            while not is_over and not reader.is_over and is_admitted():
                 wakes = self._wakes
                 await next_slice()
                 slice_, is_over = _next_slice(pieces)
@@ -101,7 +155,7 @@ class Stream:
                 elif not is_over and not await self._is_woken():
                     yield IDLE
         finally:
-            self.readers -= 1
+            self.readers.remove(reader)
 
 
 def _settle(future: asyncio.Future[bool], result: bool) -> None:
@@ -154,15 +208,15 @@ class EventStream(Stream):
         self._wake()
 
     def read(
-        self, last_id: str, kinds: Collection[type[Event]], sees: Callable[[str], bool], is_admitted: IsAdmitted, *,
-        follows: bool,
+        self, last_id: str, kinds: Collection[type[Event]], tenant: str, sees: Callable[[str], bool],
+        is_admitted: IsAdmitted, *, follows: bool,
     ) -> AsyncIterator[bytes]:
         """The kept events after `last_id`, as pieces of a body; if it `follows`, then new ones, until the server
-        drains. Without `last_id`: all kept events, or, if it follows, only new ones. `sees`: whether the caller may
-        know of a tenant. Events count from this call on: the reader gets the head of its answer later."""
+        drains. Without `last_id`: all kept events, or, if it follows, only new ones. `tenant`: the reader's. `sees`:
+        whether it may know of a tenant. Events count from this call on: the head of the answer comes later."""
         seen, is_known = self._number(last_id) if last_id or follows else (0, True)
         pieces = self._pieces(last_id, seen, kinds, sees, is_known=is_known, follows=follows)
-        return self._sent(pieces, is_admitted)
+        return self._sent(pieces, tenant, is_admitted)
 
     def _pieces(
         self, last_id: str, seen: int, kinds: Collection[type[Event]], sees: Callable[[str], bool], *,

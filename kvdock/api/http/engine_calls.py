@@ -134,12 +134,12 @@ def read_query(query: str, parameters: Sequence[Parameter]) -> dict[str, str]:
         if name not in wanted:
             raise ApiError("unknown_parameter", "the call has no such parameter", found=name, wanted=wanted)
     for name in (parameter.name for parameter in parameters if parameter.is_required):
-        where, value = f"query.{name}", values.get(name)
+        where, value, length = f"query.{name}", values.get(name), f"1 to {ID_CHARACTERS} characters"
         if value is None:
-            raise ApiError("bad_argument", f"{where}: Field required", found=where)
+            raise ApiError("bad_argument", f"{where}: Field required", found=where, wanted=length)
         if not 1 <= len(value) <= ID_CHARACTERS:
             raise ApiError(
-                "bad_argument", f"{where}: found {len(value)} characters, wanted 1 to {ID_CHARACTERS}", found=where
+                "bad_argument", f"{where}: found {len(value)}, wanted {length}", found=where, wanted=length
             )
     return values
 
@@ -284,9 +284,9 @@ HINT = BodyCall(
         "reading", "Hint how much a prompt's chunks are worth keeping",
         "A preference, not a promise: it says what is evicted first, and changes nothing that lookups find. Chunks "
         "that are retained (a priority above 0) go after all others until the duration ends. At most a quarter of the "
-        "pool is retained; the rest of a hint is `refused`. A priority of 0 or less, or `conversation_ended`, "
-        "concerns the chunks at the end that no other prompt shares, as far as they are stored. A full "
-        "quota evicts chunks whatever the hints are. A `label` is no hint: it names what prompts share, for "
+        "pool is retained, half of that for one tenant; the rest of a hint is `refused`. A priority of 0 or less, or "
+        "`conversation_ended`, concerns the chunks at the end that no other prompt shares, as far as they are stored. "
+        "A full quota evicts chunks whatever the hints are. A `label` is no hint: it names what prompts share, for "
         "`GET /v1/prefixes`. The last 512 labels are kept with the pool, 128 of each tenant.",
         retry="idempotent: the duration counts from the last call.",
         errors=("unknown_session", "unknown_member"),

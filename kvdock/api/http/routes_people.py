@@ -18,7 +18,7 @@ from fastapi.staticfiles import StaticFiles
 
 from kvdock.api.access.peer import Peer, log_done, log_refusal
 from kvdock.api.admin import Admin
-from kvdock.api.feeds.sse import MOST_READERS, Stream
+from kvdock.api.feeds.sse import Stream
 from kvdock.api.http.engine_calls import ENGINE_CALLS
 from kvdock.api.http.handlers import handlers_of, is_admitted_of, peer_of_call
 from kvdock.api.http.openapi import EVENT_STREAM, IDEMPOTENT, OPEN_METRICS_TEXT, PAGED, openapi_schema, route
@@ -246,9 +246,9 @@ Kinds = Annotated[str, Query(max_length=1024, description="Kinds of events, sepa
 Follow = Annotated[bool, Query(description="Go on with what comes, until the server drains")]
 
 
-def _streamed(stream: Stream, pieces: AsyncIterator[bytes]) -> Response:
-    if stream.readers >= MOST_READERS:
-        raise ApiError("too_busy", "too many others read the events", found=stream.readers, wanted=f"< {MOST_READERS}")
+def _streamed(stream: Stream, tenant: str, pieces: AsyncIterator[bytes]) -> Response:
+    """Raises ApiError: too_busy."""
+    stream.make_room(tenant)
     return EventResponse(pieces, media_type=EVENT_STREAM, headers=NO_STORE)
 
 
@@ -267,11 +267,13 @@ async def events(request: Request, kinds: Kinds = "", follow: Follow = False) ->
     if unknown := [name for name in names if name not in KINDS]:
         raise ApiError("bad_argument", "no such kinds of events", found=unknown, wanted=list(KINDS))
     await stream.catch_up()
+    peer = peer_of_call(request)
+    tenant = peer.tenant or ""
     pieces = stream.read(
-        request.headers.get("last-event-id", ""), {KINDS[name] for name in names}, peer_of_call(request).sees,
+        request.headers.get("last-event-id", ""), {KINDS[name] for name in names}, tenant, peer.sees,
         is_admitted_of(request), follows=follow,
     )
-    return _streamed(stream, pieces)
+    return _streamed(stream, tenant, pieces)
 
 
 @_route(
@@ -285,11 +287,11 @@ async def kv_events(request: Request, follow: Follow = False) -> Response:
     stream = handlers_of(request).kv_stream
     if stream is None:
         raise ApiError("not_found", "KV events are switched off", found="observe", wanted="kv_events among them")
+    tenant = peer_of_call(request).tenant or ""
     pieces = stream.read(
-        peer_of_call(request).tenant or "", request.headers.get("last-event-id", ""), is_admitted_of(request),
-        follows=follow,
+        tenant, request.headers.get("last-event-id", ""), is_admitted_of(request), follows=follow
     )
-    return _streamed(stream, pieces)
+    return _streamed(stream, tenant, pieces)
 
 
 @_route(

@@ -25,6 +25,7 @@ from kvdock.api.log import shown
 from kvdock.api.turns import SHORT_READ_BYTES, next_call, next_slice
 from kvdock.protocol.errors import CODES, ApiError, problem_of
 from kvdock.protocol.forms import JSON, Codec, RawBody, form_of_body
+from kvdock.protocol.refused import wanted_of
 from kvdock.protocol.reports import Problem
 from kvdock.protocol.wire_types import API_VERSION, VERSION_HEADER, Answer, Body
 
@@ -205,7 +206,11 @@ async def on_bad_parameters(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     where = ".".join(str(step) for step in first["loc"])
-    problem = problem_of("bad_argument", f"{where}: {first['msg']}", found=where, path=request.url.path)
+    wanted = wanted_of(first)
+    said = f"wanted {wanted}, found {str(first['input'])[:80]!r}" if wanted else first["msg"]
+    problem = problem_of(
+        "bad_argument", f"{where}: {said}", found=where, wanted=wanted or said, path=request.url.path
+    )
     return problem_response(problem)
 
 

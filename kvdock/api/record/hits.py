@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -25,10 +25,12 @@ from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED, ComputedWhy, PromptRu
 from kvdock.protocol.mover_schemas import split_keys
 from kvdock.protocol.outcomes import Outcome, OutcomeView
 from kvdock.protocol.reports import DayOfHits
-from kvdock.protocol.wire_types import KEY_BYTES
+from kvdock.protocol.wire_types import KEY_BYTES, OWN_TENANT
 
 MOST_ANSWERS = 16_384
 """Requests whose outcome has not come yet: those of some minutes of busy engines."""
+MOST_EPOCHS = 16
+"""Epochs of one request, the last ones: an engine begins one each time that it preempts the request."""
 MOST_ARRIVING = 4096
 """Reservations of the mover that are open."""
 MOST_BROUGHT = 65_536
@@ -132,7 +134,8 @@ class Answers:
         answer, asked = of_request.get(epoch), len(keys) // KEY_BYTES
         hit = found.hit_tokens // space.manifest.chunk_tokens
         if answer is None or answer.is_drained:
-            answer = of_request[epoch] = Answered(space.manifest.chunk_tokens, asked, now_ns)
+            answer = Answered(space.manifest.chunk_tokens, asked, now_ns)
+            _put(of_request, epoch, answer)
             answer.grow(hit, MEMORY)
         else:
             answer.asked = asked
@@ -148,7 +151,7 @@ class Answers:
         asked = len(keys) // KEY_BYTES
         answer = Answered(session.namespace.manifest.chunk_tokens, asked, now_ns)
         answer.missing = (Missing(asked, "draining"),)
-        self._answers_of(session, request)[epoch] = answer
+        _put(self._answers_of(session, request), epoch, answer)
 
     def _answers_of(self, session: SessionRecord, request: bytes) -> dict[int, Answered]:
         """The request's, by epoch. Forgets an old request if there are too many."""
@@ -201,6 +204,13 @@ class Answers:
         if of_request is None:
             return None
         return of_request.get(epoch) or of_request[max(of_request)]
+
+
+def _put(of_request: dict[int, Answered], epoch: int, answer: Answered) -> None:
+    of_request.pop(epoch, None)
+    of_request[epoch] = answer
+    if len(of_request) > MOST_EPOCHS:
+        del of_request[next(iter(of_request))]
 
 
 # --------------------------------------------------------------------------------
@@ -310,9 +320,13 @@ MOST_DAYS = 400
 MOST_MODELS = 64
 """Pairs of tenant and model that are counted apart, since the start and on each day; the others together are OTHERS."""
 OTHERS = ("", "(others)")
+SHARE_OF_TENANT = 0.5
+"""How much of what is counted apart one tenant may be, unless it is the server's own user: engines name their models
+and themselves. The others of that tenant are counted together, as its own."""
 
 Key = tuple[str, str]
 """(tenant, model)"""
+K = TypeVar("K", bound=tuple[str, ...])
 
 
 LATELY_S, SPANS_LATELY = 3600.0, 12
@@ -344,9 +358,8 @@ class Lately:
         if not self._spans or now_s - self._spans[-1][0] >= LATELY_S / SPANS_LATELY:
             self._spans.append((now_s, {}))
         _, span = self._spans[-1]
-        if engine not in span and len(span) >= MOST_ENGINES:
-            engine = OTHER_ENGINES
-        span.setdefault(engine, Hits()).ended(outcome)
+        its_others = Whose(engine.tenant, *OTHER_ENGINES[1:])
+        span.setdefault(_apart(span, engine, its_others, MOST_ENGINES) or OTHER_ENGINES, Hits()).ended(outcome)
 
     def sums(self, sees: Callable[[str], bool]) -> dict[Whose, Hits]:
         """What engines did whose tenants the caller sees."""
@@ -441,6 +454,15 @@ def date_of(wall_s: float) -> str:
 
 
 def _of(by_model: dict[Key, Hits], key: Key) -> Hits:
-    if key not in by_model and len(by_model) >= MOST_MODELS:
-        key = OTHERS
-    return by_model.setdefault(key, Hits())
+    return by_model.setdefault(_apart(by_model, key, (key[0], OTHERS[1]), MOST_MODELS) or OTHERS, Hits())
+
+
+def _apart(counted: Collection[K], key: K, others: K, most: int) -> K | None:
+    """What `key` is counted as, where at most `most` are counted apart: itself, or the others of its tenant, the first
+    word of each; None: there is no room for these either."""
+    if key in counted:
+        return key
+    has_room = len(counted) < most
+    if has_room and (key[0] == OWN_TENANT or sum(one[0] == key[0] for one in counted) < SHARE_OF_TENANT * most):
+        return key
+    return others if has_room or others in counted else None

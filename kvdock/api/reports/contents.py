@@ -5,7 +5,7 @@ them in slices when a call asks for one, and later calls get the same census for
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from kvdock.api.reports.recorded import Labels
 from kvdock.api.turns import Slices, next_slice
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.reports import Prefixes, PrefixView
-from kvdock.protocol.wire_types import KEY_BYTES
+from kvdock.protocol.wire_types import KEY_BYTES, OWN_TENANT
 
 SLICE_CHUNKS = 4096
 """The chunks of one slice, which take less than a millisecond."""
@@ -32,6 +32,8 @@ PAUSE = 9.0
 tenth of the event loop's time."""
 MOST_QUESTIONS = 16
 """Questions whose answers are remembered, and questions that may wait for their census."""
+MOST_OF_TENANT = MOST_QUESTIONS // 2
+"""Questions of one tenant that may wait, unless it is the server's own user."""
 LEAST_DIGITS = 4
 """The fewest hex digits that are searched for among keys: shorter texts begin most keys."""
 HEX = frozenset("0123456789abcdef")
@@ -125,7 +127,9 @@ class Contents:
         self._counts: dict[int, Count] = {}
         self._all = _Answer(lambda: self._begin(ALL), now_s)
         self._answers: OrderedDict[Question, _Answer] = OrderedDict()
-        self._waiting, self._turn = 0, asyncio.Lock()
+        self._waiting = Counter[str | None]()
+        """By tenant, how many questions wait to be counted."""
+        self._turn = asyncio.Lock()
 
     async def refresh(self) -> None:
         """Counts, unless that was done a moment ago. Calls that ask meanwhile wait for the same count."""
@@ -162,7 +166,8 @@ class Contents:
     ) -> Prefixes:
         """The most used prefixes of the namespaces that the caller sees, from that place on. `namespace` and `below`:
         those that go on from that chunk. Raises ApiError: bad_argument, unknown_namespace, too_busy."""
-        answer = await self._answer(Question(self._below(peer, namespace, below), search.strip().casefold()))
+        question = Question(self._below(peer, namespace, below), search.strip().casefold())
+        answer = await self._answer(question, peer.tenant)
         assert answer.census is not None, "it was counted"
         seen = {one.table_id: one for one in self._registry.namespaces() if peer.sees(one.tenant)}
         found, count, following = answer.census.prefixes(list(seen), limit, cursor)
@@ -189,7 +194,7 @@ class Contents:
         space = self._registry.namespace(key_bytes([namespace]), sees=peer.sees)
         return space.table_id, key_bytes([below])
 
-    async def _answer(self, question: Question) -> _Answer:
+    async def _answer(self, question: Question, tenant: str | None) -> _Answer:
         if question == ALL:
             await self.refresh()
             return self._all
@@ -202,22 +207,26 @@ class Contents:
         if answer.making is None or answer.making.done():
             if answer.is_fresh:
                 return answer
-            if self._waiting >= MOST_QUESTIONS:
-                raise ApiError(
-                    "too_busy", "too many others search the prefixes", found=self._waiting,
-                    wanted=f"< {MOST_QUESTIONS}",
-                )
-            self._waiting += 1
-            answer.making = asyncio.create_task(self._count_in_turn(answer))
+            self._require_room(tenant)
+            self._waiting[tenant] += 1
+            answer.making = asyncio.create_task(self._count_in_turn(answer, tenant))
         await self._counted(answer.making)
         return answer
 
-    async def _count_in_turn(self, answer: _Answer) -> None:
+    def _require_room(self, tenant: str | None) -> None:
+        """For one question more. Raises ApiError: too_busy."""
+        its, most_of_it = self._waiting[tenant], MOST_QUESTIONS if tenant == OWN_TENANT else MOST_OF_TENANT
+        for waiting, most in ((its, most_of_it), (self._waiting.total(), MOST_QUESTIONS)):
+            if waiting >= most:
+                raise ApiError("too_busy", "too many searches of prefixes wait", found=waiting, wanted=f"< {most}")
+
+    async def _count_in_turn(self, answer: _Answer, tenant: str | None) -> None:
         try:
             async with self._turn:
                 await answer.count(PAUSE)
         finally:
-            self._waiting -= 1
+            self._waiting[tenant] -= 1
+            self._waiting += Counter()  # drops the tenants that wait for no answer
 
     async def _begin(self, question: Question) -> tuple[Census, list[Chunk]]:
         """The census looks into all tenants' namespaces: answers list those of the caller's alone."""

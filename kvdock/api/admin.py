@@ -205,7 +205,7 @@ class Admin:
         try:
             return msgspec.convert(amounts, Quota)
         except msgspec.ValidationError as error:
-            raise ApiError("bad_argument", f"bytes of a quota: {error}", found=text, wanted="less than 2^60") from error
+            raise ApiError("bad_argument", "bytes of a quota", found=text, wanted="less than 2^60") from error
 
     async def change_limits(self, changes: dict[str, object], source: Literal["call", "settings"]) -> None:
         """Makes all changes, or none. Raises ApiError: bad_argument, no_memory."""

@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Literal, NamedTuple, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
 import msgspec
@@ -31,7 +31,8 @@ from kvdock.protocol.access import (
 )
 from kvdock.protocol.admin_schemas import Eviction, TierKeep
 from kvdock.protocol.errors import without_password
-from kvdock.protocol.readable import LogFormat, LogLevel, exact_bytes
+from kvdock.protocol.readable import LogFormat, LogLevel, exact_bytes, is_unicode
+from kvdock.protocol.refused import refused
 
 GIB = 1 << 30
 POOL_BYTES = 4 * GIB
@@ -195,6 +196,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return _load(values, {})
 
 
+def choices_of(name: str) -> tuple[str, ...]:
+    """The values that a setting may have; empty for numbers, sizes and free text."""
+    return _CHOICES.get(name, ())
+
+
+_CHOICES = {name: get_args(hint) for name, hint in get_type_hints(Settings).items() if get_origin(hint) is Literal}
 Source = Literal["default", "file", "environment", "flag"]
 
 
@@ -290,14 +297,16 @@ def _load(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:
     try:
         settings = msgspec.convert(plain, Settings, strict=False)
     except msgspec.ValidationError as error:
-        raise SettingsError(_refusal(plain, str(error), where)) from error
+        raise SettingsError(_refusal(plain, error, where)) from error
     return _checked(settings, given=set(values))
 
 
 def _plain(name: str, value: object, where: Mapping[str, str]) -> object:
-    """The value. Booleans are refused: they would pass for 1 or 0."""
+    """The value. Booleans are refused: they would pass for 1 or 0. So is text that no path and no answer can have."""
     if isinstance(value, bool):
         raise SettingsError(f"{_named(name, value, where)}: wanted a number or text")
+    if isinstance(value, str) and ("\0" in value or not is_unicode(value)):
+        raise SettingsError(f"{_named(name, value, where)}: wanted text in UTF-8 without the character NUL")
     return value
 
 
@@ -340,24 +349,10 @@ def _refuse_unknown(values: Mapping[str, object], where: Mapping[str, str]) -> N
         raise SettingsError(f"unknown settings: {', '.join(_hints(unknown, where))}; `kvdock serve --help` lists all")
 
 
-def _refusal(values: Mapping[str, object], message: str, where: Mapping[str, str]) -> str:
-    """msgspec's message, which points at the setting (`… - at `$.port``), with its value and source."""
-    match = re.search(r"\$\.(\w+)", message)
-    if match is None or match[1] not in values:
-        return f"{message}; found other values"
-    choices = _CHOICES.get(match[1])
-    wanted = f"wanted {' or '.join(choices)}" if choices else message
-    if match[1].endswith("_bytes") and (bound := _BOUND.search(message)):
-        wanted = f"wanted a size {bound[1]} {exact_bytes(int(bound[2]))}"
-    return f"{wanted}; found {_named(match[1], values[match[1]], where)}"
-
-
-_BOUND = re.compile(r"(>=|<=|<|>) (\d+)")
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "on_exit": get_args(OnExit), "adopt": get_args(Adopt), "growth": get_args(Growth),
-    "tier_keep": get_args(TierKeep), "kv_events_form": get_args(KvForm), "kv_events_readers": get_args(KvReaders),
-    "log_level": get_args(LogLevel), "log_format": get_args(LogFormat),
-}
+def _refusal(values: Mapping[str, object], error: msgspec.ValidationError, where: Mapping[str, str]) -> str:
+    """What was wanted, and the setting's value with its source."""
+    name, wanted = refused(error, _CHOICES)
+    return f"wanted {wanted}; found {_named(name, values[name], where) if name in values else 'other values'}"
 
 
 def _named(name: str, value: object, where: Mapping[str, str]) -> str:
@@ -408,9 +403,21 @@ def _checked(settings: Settings, given: set[str]) -> Settings:
             f"host={settings.host!r} wanted allowed_hosts as well: the names and addresses by which callers know this "
             "server, so that pages of other names cannot reach it from a browser; *: all names"
         )
-    if len(os.fsencode(settings.socket_path)) > 107:
-        raise SettingsError(f"socket_path={settings.socket_path!r} wanted at most 107 bytes")
-    return settings
+    return _with_whole_paths(settings)
+
+
+def _with_whole_paths(settings: Settings) -> Settings:
+    """Engines and commands, which run in other folders, get these paths from the server."""
+    if not settings.socket_path:
+        raise SettingsError("socket_path='' wanted the path of a socket")
+    socket_path = str(Path(settings.socket_path).absolute())
+    if len(os.fsencode(socket_path)) > 107:
+        raise SettingsError(f"socket_path={socket_path!r} wanted at most 107 bytes")
+    disk_path = settings.disk_path and str(Path(settings.disk_path).absolute())
+    for path in (socket_path, disk_path):  # the present folder may have another name
+        if not is_unicode(path):
+            raise SettingsError(f"found the path {path!r}, wanted one in UTF-8")
+    return msgspec.structs.replace(settings, socket_path=socket_path, disk_path=disk_path)
 
 
 def _check_stores(settings: Settings) -> None:

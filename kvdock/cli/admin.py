@@ -18,11 +18,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from kvdock.api.errors import SettingsError
-from kvdock.api.settings import ENV_PREFIX, Effective, Settings
+from kvdock.api.settings import ENV_PREFIX, Effective, Settings, choices_of
 from kvdock.api.sizes import AUTO_POOL, Whole, parse_bytes, parse_size, shared_memory
 from kvdock.cli.client import LONG_TIMEOUT_S, Prompt, delete, parts_of, print_json, reached, resolve
 from kvdock.cli.errors import FAILED, WRONG, CommandError
-from kvdock.cli.help import choices_of
 from kvdock.cli.render import counted, duration, printable, say, size
 from kvdock.protocol.admin_schemas import (
     MAX_PIN_S,
@@ -40,6 +39,7 @@ from kvdock.protocol.admin_schemas import (
     TenantView,
 )
 from kvdock.protocol.readable import exact_bytes
+from kvdock.protocol.refused import TENANT_WANTED, refused
 from kvdock.protocol.schemas import Lookup
 from kvdock.protocol.wire_types import MAX_KEYS, MAX_LABEL, OWN_TENANT, Tenant, is_label
 
@@ -152,6 +152,10 @@ def evict(
         pool, ready = status.pool, status.pool.ready_bytes
         free = pool.free_bytes + max(0, pool.limit_bytes - pool.allocated_bytes)  # as the server counts
         wanted = free + amount if bytes_text else amount
+        if amount > pool.limit_bytes:
+            found, limit = bytes_text or free_text, exact_bytes(pool.limit_bytes)
+            raise CommandError(f"found {found}, wanted at most what the pool may have: {limit}", FAILED)
+        wanted = min(wanted, pool.limit_bytes)
         missing = max(0, wanted - free)
         if not yes and missing:
             lost = f"{size(min(missing, ready))} of the {size(ready)} that are stored, the least valuable chunks first"
@@ -240,8 +244,7 @@ def require_tenant(option: str, name: str) -> None:
     try:
         msgspec.convert(name, Tenant)
     except msgspec.ValidationError:
-        wanted = "a name of at most 64 characters: a-z, 0-9, dots, hyphens and underscores"
-        raise CommandError(f"{option}: wanted {wanted}, found {name!r}", WRONG) from None
+        raise CommandError(f"{option}: wanted {TENANT_WANTED}, found {name!r}", WRONG) from None
 
 
 def _tenant(name: str) -> str:
@@ -393,8 +396,8 @@ def parse_changes(changes: Sequence[str], wholes: Wholes) -> PatchConfig:
     try:
         return msgspec.convert(values, PatchConfig, strict=False)
     except msgspec.ValidationError as error:
-        given = " ".join(changes)
-        raise CommandError(f"{error}; found {given}", WRONG) from error
+        where, wanted = refused(error, {})
+        raise CommandError(f"{where}: wanted {wanted}, found {' '.join(changes)}", WRONG) from error
 
 
 def _require_live(name: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 import typer
@@ -461,7 +461,6 @@ SETTING_GROUPS: dict[str, tuple[str, ...]] = {
 OTHER_GROUP = "Other settings"
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(Settings)}
-_HINTS = get_type_hints(Settings)
 
 
 def default_text(name: str) -> str:
@@ -480,9 +479,3 @@ def in_groups(names: Iterable[str]) -> list[str]:
     """The settings' names, in the order in which `--help` shows them."""
     shown = [name for group in SETTING_GROUPS.values() for name in group]
     return sorted(names, key=lambda name: shown.index(name) if name in shown else len(shown))
-
-
-def choices_of(name: str) -> tuple[str, ...]:
-    """The values that a setting may have; empty for numbers, sizes and free text."""
-    hint = _HINTS.get(name)
-    return get_args(hint) if get_origin(hint) is Literal else ()

@@ -7,11 +7,12 @@ statuses.
 
 from __future__ import annotations
 
-import io
+import errno
 import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -47,10 +48,13 @@ from kvdock.cli.help import (
     parse_moment,
 )
 from kvdock.cli.printable import printable
+from kvdock.cli.refusals import sentence_of
 from kvdock.cli.serve import config, config_get, config_set, serve
+from kvdock.cli.streams import OutputLost, open_standard_streams
 from kvdock.cli.tiers import tiers, tiers_clear
 from kvdock.cli.tokens import TOKEN_COMMANDS, token
 from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.readable import is_unicode
 
 Preset = Literal["smollm2", "small", "tiny", "tiny-hybrid2", "tiny-hybrid3", "tiny-mha", "tiny-mla"]
 """The trained model, and the names of engine.config.PRESETS, which cannot be imported here without torch."""
@@ -631,31 +635,42 @@ def program(*, shell_is_named: bool) -> Callable[..., Any]:
 
 
 def main() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a character that the terminal cannot show must not end a command
-            stream.reconfigure(errors="replace")
+    open_standard_streams()
+    try:
+        try:
+            _run()
+        finally:
+            sys.stdout.flush()
+    except OutputLost as error:
+        if error.errno != errno.EPIPE:  # a reader that has closed the output knows
+            typer.echo(f"kvdock: standard output cannot be written: {error.strerror}", err=True)
+        sys.exit(FAILED)
+
+
+def _run() -> None:
+    """Runs the command. Ends by SystemExit; raises OutputLost."""
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        if strange := [text for text in sys.argv if not is_unicode(text)]:
+            raise CommandError(f"wanted arguments in UTF-8, found {strange[0]!r}", WRONG)
         run = program(shell_is_named=_names_a_shell(sys.argv[1:]))
         result = run(prog_name="kvdock", standalone_mode=False)
         if result == INTERRUPTED:  # typer has caught the KeyboardInterrupt
             raise KeyboardInterrupt
         sys.exit(result if isinstance(result, int) else DONE)
     except typer.TyperException as error:
-        _fail(error, error.format_message(), getattr(error, "exit_code", WRONG))
+        _fail(error, sentence_of(error), getattr(error, "exit_code", WRONG))
     except CommandError as error:
         _fail(error, str(error), error.exit_code)
     except SettingsError as error:
         _fail(error, str(error), WRONG)
     except (StartupError, ApiError, ServerUnavailable) as error:
         _fail(error, str(error), FAILED)
-    except BrokenPipeError:  # the reader of the output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes when it exits
-        sys.exit(FAILED)
     except (KeyboardInterrupt, typer.Abort) as error:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # a second Ctrl-C must not interrupt the exit
-        _say(error, "stopped", INTERRUPTED)
-        sys.stdout.flush()
+        with suppress(OutputLost):
+            _say(error, "stopped", INTERRUPTED)
+            sys.stdout.flush()
         os._exit(INTERRUPTED)  # after a KeyboardInterrupt within exec(), Python would exit with another status
 
 

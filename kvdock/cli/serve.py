@@ -12,6 +12,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
@@ -19,19 +20,19 @@ import typer
 
 from kvdock.api.errors import SettingsError, StartupError
 from kvdock.api.log import set_up
-from kvdock.api.settings import ENV_PREFIX, Settings, effective
+from kvdock.api.settings import ENV_PREFIX, Settings, choices_of, effective
 from kvdock.cli.errors import ctrl_c_waits
 from kvdock.cli.help import (
     COMMON,
     MEANINGS,
     AsJson,
     Server,
-    choices_of,
     console,
     default_text,
     group_of,
     in_groups,
 )
+from kvdock.cli.streams import OutputLost
 from kvdock.protocol.admin_schemas import Limits
 
 if TYPE_CHECKING:
@@ -70,7 +71,8 @@ def serve(config: str | None, takeover: bool, as_json: bool, **flags: str | None
     def announce(addresses: Addresses) -> None:
         nonlocal announced
         announced = True
-        typer.echo(ready_object(addresses) if as_json else ready_line(addresses))
+        with suppress(OutputLost):  # its reader has gone, or the disk is full: the server serves all the same
+            typer.echo(ready_object(addresses) if as_json else ready_line(addresses))
 
     server = Server(settings, announce, read)
     for number in ending_signals():  # while it starts and cleans up; in between it has handlers of its own

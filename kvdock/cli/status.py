@@ -243,10 +243,13 @@ def tier_in_words(tier: TierView) -> str:
     day = f", {size(tier.day_left_bytes)} of {size(limited)} a day left to write" if limited else ""
     bad = f", {tier.counters['damaged']:,} damaged" if tier.counters.get("damaged") else ""
     pending = f", {pending_in_words(tier)}" if tier.pending_orders else ""
+    requests = sum(count for name, count in tier.counters.items() if name.startswith("request_"))
+    cost = f" (${tier.dollars:,.2f})" if tier.dollars else ""
+    asked = f", {counted(requests, 'request')}{cost}" if requests else ""
     stored, loaded = (size(tier.counters.get(name, 0)) for name in ("stored_bytes", "loaded_bytes"))
     return (
         f"{shown}; {size(tier.bytes_used)}{limit} in {tier.objects:,} parts{waits}{day}; "
-        f"{stored} stored, {loaded} loaded{bad}{pending}"
+        f"{stored} stored, {loaded} loaded{asked}{bad}{pending}"
     )
 
 

@@ -41,6 +41,15 @@ def size(size_bytes: float) -> str:
     return f"{size_bytes:.1f} TiB"
 
 
+def is_unicode(text: str) -> bool:
+    """Whether UTF-8 has it: text from a command line, the environment or a file name may have other bytes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def percent(share: float | None, digits: int | None = None) -> str:
     """0.7824 → 78 %, 0.0782 → 7.8 %; None, which is not measured, is a dash. 0 % and 100 % are exactly that. The page
     writes shares in the same way (`share` in kvdock/web/format.js). `digits`: as many after the point, and no more."""

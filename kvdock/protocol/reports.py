@@ -281,6 +281,8 @@ class TierView(Answer, kw_only=True):
     """Loads of a request's chunks from it, each of one batch or several."""
     fetch_s: float = 0.0
     """How long the fetches took, in sum."""
+    dollars: float = 0.0
+    """What its requests have cost by the prices in its URL; 0: the URL has none."""
     counters: dict[str, int] = msgspec.field(default_factory=dict)
 
 

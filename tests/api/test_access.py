@@ -367,7 +367,7 @@ def test_an_engine_goes_on_when_its_token_is_replaced(tmp_path: Path) -> None:
     (entry("a", "x", ["read"], "") + "colour = 1\n", "colour"),
     (entry("a", "x", ["read"], "") + entry("a", "y", ["read"], ""), "name found twice"),
     (entry("a", "x", ["read"], "") + entry("b", "x", ["read"], ""), "sha256 found twice"),
-    (entry("a", "x", ["read"], "") + "expires = 2026-12-01T00:00:00\n", "timezone"),
+    (entry("a", "x", ["read"], "") + "expires = 2026-12-01T00:00:00\n", "with a zone"),
     (entry("a", "x", ["read"], "") + "expires = 2026-12-01\n", "expires"),
     (entry("a", "x", ["read"], "b") + "expires = 2026-12-01T00:00:00Z\n" + entry("a", "y", ["read"], "c"), "tenants"),
     (entry("a", "x", ["read"], "") + "expires = 9999-12-31T23:59:59-23:59\n", "years 1 to 9999"),

@@ -374,6 +374,15 @@ def test_a_page_nobody_can_mean_is_refused(server: ServerProcess, path: str, que
     assert refused(server.http, "GET", f"{path}?{query}")["code"] == code
 
 
+@pytest.mark.parametrize(("query", "said"), [
+    ("limit=0", "wanted a number >= 1, found '0'"), ("limit=1.5", "wanted a whole number, found '1.5'"),
+])
+def test_a_number_that_is_refused_is_named_with_what_was_wanted(
+    server: ServerProcess, query: str, said: str
+) -> None:
+    assert refused(server.http, "GET", f"/v1/requests?{query}")["detail"] == f"query.limit: {said}"
+
+
 def test_a_session_shows_its_members_what_each_still_holds_and_the_bytes(
     server: ServerProcess, client: Client
 ) -> None:

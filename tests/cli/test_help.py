@@ -15,8 +15,8 @@ from api_helpers import ServerProcess
 from cli_helpers import SMALL, TIMEOUT_S, first_line, kvdock, kvdock_serve, refusal
 from typer.testing import CliRunner
 
-from kvdock.api.settings import Settings
-from kvdock.cli.help import EXAMPLES, SETTING_GROUPS, choices_of
+from kvdock.api.settings import Settings, choices_of
+from kvdock.cli.help import EXAMPLES, SETTING_GROUPS
 from kvdock.cli.main import app
 from kvdock.cli.serve import metavar_of
 from kvdock.protocol.errors import CODES

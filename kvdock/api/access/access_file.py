@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -43,6 +43,7 @@ from kvdock.protocol.access import FORBIDDEN_BITS, MAX_BYTES, PrivateFileError, 
 from kvdock.protocol.admin_schemas import Quota
 from kvdock.protocol.calls import INCLUDED
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.refused import found_at, refused
 from kvdock.protocol.wire_types import OWN_TENANT, Scope, Tenant
 
 log = logging.getLogger(AUDIT)
@@ -181,12 +182,16 @@ def read(path: str) -> dict[bytes, Token]:
 
 def parse(text: str, path: str) -> list[Token]:
     """The tokens of an access file's text. `path`: for errors. Raises AccessFileError."""
+    content: dict[str, Any] = {}
     try:
-        tokens = msgspec.convert(_with_sizes(parse_toml(text)), _Content).token
+        content = _with_sizes(parse_toml(text))
+        tokens = msgspec.convert(content, _Content).token
     except SettingsError as error:
         raise AccessFileError(f"access file {path}: caps: {error}") from error
-    except (TomlError, msgspec.ValidationError) as error:
-        raise AccessFileError(f"access file {path}: {error}") from error
+    except TomlError as error:
+        raise AccessFileError(f"access file {path} is no TOML: {error}") from error
+    except msgspec.ValidationError as error:
+        raise AccessFileError(f"access file {path}: {_refusal(error, content)}") from error
     if twice := _twice(token.tenant for token in tokens if token.caps is not None):
         raise AccessFileError(f"access file {path}: caps of tenant {twice[0]!r} found twice, wanted in one token")
     if twice := _twice(token.sha256 for token in tokens):
@@ -202,6 +207,20 @@ def parse(text: str, path: str) -> list[Token]:
                 f"access file {path}: tokens of {token.name}: found tenants {tenant!r} and {token.tenant!r}, wanted one"
             )
     return tokens
+
+
+def _refusal(error: msgspec.ValidationError, content: dict[str, Any]) -> str:
+    """What was wanted, and the value found, unless it may be a token that somebody took for its digest."""
+    at = refused(error, {"scopes": get_args(Scope)})
+    wanted = f"wanted {at.wanted}"
+    if at.where:
+        wanted = f"{at.where}: {wanted}"
+    try:
+        value = found_at(at.where, content)
+    except (LookupError, TypeError):
+        return wanted
+    is_shown = not isinstance(value, dict) and at.name != "sha256"
+    return f"{wanted}, found {str(value)[:80]!r}" if is_shown else wanted
 
 
 def _require_shown(token: Token, path: str) -> None:

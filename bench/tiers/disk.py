@@ -1,13 +1,22 @@
-"""The disk tier beside fio (O_DIRECT, psync, several jobs, preallocated files) on the same file system."""
+"""The disk tier beside fio (O_DIRECT, psync, several jobs, preallocated files) on the same file system.
+
+It is also beside plain writes of the same memory: fio writes a few MiB of memory again and again, which caches have,
+and a tier never does.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bench.tiers.batch import MIB, Batch
+from kvdock.tiers.disk.io import takes_direct
 from kvdock.tiers.disk.tier import DiskTier
 from kvdock.tiers.tier import Deadline
 
@@ -29,6 +38,37 @@ def fio(folder: Path, what: str, mib: int) -> float:
     return float(figures["bw_bytes"]) / 1e9
 
 
+class PlainWrites:
+    """Writes the parts as fio does: with as many threads, each with a preallocated file, and in pieces of its size."""
+
+    def __init__(self, folder: Path, parts: Sequence[memoryview]) -> None:
+        folder.mkdir()
+        size, flags = FIO_BLOCK_MIB * MIB, os.O_RDWR | os.O_CREAT | (os.O_DIRECT if takes_direct(folder) else 0)
+        pieces = [part[at : at + size] for part in parts for at in range(0, len(part), size)]
+        self._shares = [share for job in range(FIO_JOBS) if (share := pieces[job::FIO_JOBS])]
+        self._files = [os.open(folder / str(number), flags) for number in range(len(self._shares))]
+        for file, share in zip(self._files, self._shares, strict=True):
+            os.posix_fallocate(file, 0, sum(map(len, share)))
+
+    def round(self) -> float:
+        """The speed in GB/s."""
+        with ThreadPoolExecutor(FIO_JOBS) as threads:
+            began_s = time.perf_counter()
+            written = sum(threads.map(_write, self._files, self._shares))
+            return written / (time.perf_counter() - began_s) / 1e9
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
+
+
+def _write(file: int, pieces: Sequence[memoryview]) -> int:
+    at = 0
+    for piece in pieces:
+        at += os.pwrite(file, piece, at)
+    return at
+
+
 def measure(folder: Path, mib: int, rounds: int, threads: int) -> dict[str, list[float]]:
     """The figures of each round, by name. `folder`: an empty one. Without fio there are no figures of fio. Raises
     TierError."""
@@ -41,20 +81,26 @@ def measure(folder: Path, mib: int, rounds: int, threads: int) -> dict[str, list
 
     (folder / "fio").mkdir()
     tier, batch = DiskTier.open(folder / "tier", 4 * mib * MIB, threads=threads), Batch(mib, seed=7)
+    plain = PlainWrites(folder / "plain", batch.source)
     try:
         for warm in range(-4, 0):  # before anything counts, every segment and file was written once
             batch.round(tier, -warm)
+        plain.round()
         if has_fio:
             fio(folder / "fio", "write", mib)
         for number in range(rounds):
             fio_rates = [fio(folder / "fio", what, mib) for what in WAYS] if has_fio and number % 2 else []
+            plain_rates = [plain.round()] if number % 2 else []
             rates = batch.round(tier, 100 + number)
-            note(disk_store_gb_s=rates[0], disk_load_gb_s=rates[1])
+            (plain_rate,) = plain_rates or [plain.round()]
+            note(disk_store_gb_s=rates[0], disk_load_gb_s=rates[1], plain_write_gb_s=plain_rate)
+            note(disk_store_share_of_plain=rates[0] / plain_rate)
             if has_fio:
                 fio_rates = fio_rates or [fio(folder / "fio", what, mib) for what in WAYS]
                 note(fio_write_gb_s=fio_rates[0], fio_read_gb_s=fio_rates[1])
                 note(disk_store_share=rates[0] / fio_rates[0], disk_load_share=rates[1] / fio_rates[1])
     finally:
+        plain.close()
         tier.close(Deadline())
     return figures | {
         name.replace("_gb_s", "_spread"): [max(rates) / min(rates)]

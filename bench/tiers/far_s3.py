@@ -79,9 +79,11 @@ class FarS3:
             return self._put(request)
         if request.verb == "POST":
             bucket = request.path.rstrip("/")
-            for key in re.findall(rb"<Key>(.*?)</Key>", request.body):
-                self._objects.pop(f"{bucket}/{key.decode()}", None)
-            return Answer(200, b"<DeleteResult></DeleteResult>", XML)
+            keys = re.findall(rb"<Key>.*?</Key>", request.body)
+            for key in keys:
+                self._objects.pop(f"{bucket}/{key[5:-6].decode()}", None)
+            deleted = b"".join(b"<Deleted>" + key + b"</Deleted>" for key in keys)
+            return Answer(200, b"<DeleteResult>" + deleted + b"</DeleteResult>", XML)
         if request.verb == "DELETE":
             self._objects.pop(request.path, None)
             return Answer(204)

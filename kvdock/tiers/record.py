@@ -18,6 +18,7 @@ VERSION: Final = 2
 HEADER_BYTES: Final = 128
 ALL_WRITERS: Final = 255
 """In place of a writer, in the name of a record that has the parts of all writers (kvdock/tiers/mover/bundles.py)."""
+_NAMESPACE_BYTES: Final = 32
 _MAGIC: Final = b"kvdock\x00\x02"
 _FIELDS: Final = struct.Struct("<8sHBBI32s32sQQQQ")
 # magic, version, group, writer, deletion, namespace, key, length, checksum, birth, generation
@@ -32,6 +33,15 @@ class RecordError(ValueError):
 def folder_of(namespace: bytes) -> str:
     """The prefix of all names in a namespace."""
     return f"kvdock/{VERSION}/{namespace.hex()}/"
+
+
+def namespace_of(name: str) -> bytes | None:
+    """The namespace of a folder with this name; None: it is something else, which others have put there."""
+    try:
+        namespace = bytes.fromhex(name)
+    except ValueError:
+        return None
+    return namespace if len(namespace) == _NAMESPACE_BYTES and namespace.hex() == name else None
 
 
 @dataclass(frozen=True, slots=True)

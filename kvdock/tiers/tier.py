@@ -72,6 +72,15 @@ class NotEverywhere(TierError):
     are not read until they do."""
 
 
+class NotAll(TierError):
+    """Some of the notes that were asked for are not known, as where one server of a cluster is lost. `known`: the
+    others, by namespace."""
+
+    def __init__(self, tier: str, why: str, known: Mapping[bytes, Note | None]) -> None:
+        super().__init__(tier, why)
+        self.known = known
+
+
 class NoSpace(ReadOnly):
     """Nothing can be changed because there is no space."""
 
@@ -120,6 +129,15 @@ class Outcome(Enum):
     """The tier has something under this name that is not a whole record of the part."""
     FAILED = "failed"
     """The tier or its storage failed for this part."""
+
+
+def known_notes(tier: str, namespaces: Sequence[bytes], found: Sequence[Note | Outcome | None]) -> list[Note | None]:
+    """The notes found. `found`: for each namespace its note, or why that is not known. Raises NotAll, TierError."""
+    why = next((f"the note of a namespace is not known: {one.value}" for one in found if isinstance(one, Outcome)), "")
+    known = {at: one for at, one in zip(namespaces, found, strict=True) if not isinstance(one, Outcome)}
+    if why:
+        raise NotAll(tier, why, known) if known else TierError(tier, why)
+    return [known[namespace] for namespace in namespaces]
 
 
 class Loaded(NamedTuple):
@@ -257,6 +275,18 @@ class TellsFaults(Protocol):
     @property
     def fault(self) -> str:
         """The last error, with the file and the name of the error; "": there was none."""
+
+
+@runtime_checkable
+class CountsRequests(Protocol):
+    """A tier whose store may bill each request."""
+
+    def requests(self) -> Mapping[str, int]:
+        """How many requests there were since it was opened, by verb. Returns at once, without one."""
+
+    @property
+    def dollars(self) -> float:
+        """What they have cost, by the prices in its URL; 0: it has none."""
 
 
 @runtime_checkable
@@ -426,7 +456,7 @@ class Tier(Protocol):
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
         """The tier's note of each namespace (kvdock/tiers/notes.py); None: it has none. Raises TierError also if the
-        deadline passes before all are known."""
+        deadline passes before all are known; NotAll if some are."""
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
         """Changes the namespace's note in one step, and returns the new one. Raises TierError if it is not known

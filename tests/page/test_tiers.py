@@ -47,6 +47,18 @@ def test_waits_are_told_by_how_they_ended(page_server: PageServer, open_page: Op
     expect(page.locator("#tiers .failed").filter(visible=True)).to_have_count(0)
 
 
+def test_requests_that_a_store_charges_for_are_told_with_their_price(
+    page_server: PageServer, open_page: OpenPage
+) -> None:
+    disk, redis, objects = say.with_tiers().tiers
+    asked = {"stored_bytes": 1 << 30, "request_get": 12_000, "request_put": 345}
+    paid = msgspec.structs.replace(objects, counters=asked, dollars=0.0061)
+    page_server.bodies["status"] = say.with_tiers(tiers=[disk, redis, paid])
+    page = open_page(page_server.url)
+    said = say.plain(page.locator("#tiers .after").inner_text())
+    assert said.endswith("until the time was over. 12,345 requests to objects, for $0.01.")
+
+
 def test_a_mover_that_is_silent_or_was_lost_is_named(page_server: PageServer, open_page: OpenPage) -> None:
     status = say.with_tiers()
     assert status.mover is not None

@@ -90,19 +90,27 @@ def hook_engine(pause: Pause) -> None:
     """A point before each call to the server is sent and after its answer is there."""
     from kvdock.client import transport
 
-    real = transport.Connection.exchange
+    begin, real = transport.Connection.begin, transport.Connection.exchange
 
-    def exchange(self: Any, request: bytes, timeout_s: float) -> Any:
+    def verb_of(request: bytes) -> str:
         target = request.split(b" ", 2)[1].decode()
         names = {"/v1/lookups": "lookup", "/v1/reservations": "reserve", "/v1/mismatches": "mismatch",
                  "/v1/sessions": "attach", "/v1/releases": "release"}
-        verb = names.get(target) or target.rpartition("/")[2]
-        pause(f"ask.{verb}")
-        answer = real(self, request, timeout_s)
-        pause(f"told.{verb}")
+        return names.get(target) or target.rpartition("/")[2]
+
+    def sends(self: Any, request: bytes) -> int:
+        pause(f"ask.{verb_of(request)}")
+        return begin(self, request)
+
+    def exchange(self: Any, request: bytes, timeout_s: float, sent: int = 0) -> Any:
+        if not sent:
+            pause(f"ask.{verb_of(request)}")
+        answer = real(self, request, timeout_s, sent)
+        pause(f"told.{verb_of(request)}")
         return answer
 
-    transport.Connection.exchange = exchange  # type: ignore[method-assign]  # that is the hook
+    transport.Connection.begin = sends  # type: ignore[method-assign]  # that is a hook
+    transport.Connection.exchange = exchange  # type: ignore[method-assign]  # that is a hook
 
 
 # ------------------------------------------------------------------ children

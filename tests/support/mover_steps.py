@@ -105,6 +105,7 @@ def put_hangs(hung: Path) -> None:
     """Calls of the disk tier do not return while the file `hung` names their kind: "read", "write", "sync" (the index),
     "stat", or "half": a read that hangs when half of it has come. Its writes fail while the file names an error, as
     "ENOSPC". LATE_STORE_S: how long a store may take."""
+    from kvdock.tiers.disk.files import File
     from kvdock.tiers.disk.folder import FolderLock
     from kvdock.tiers.disk.index import Index
     from kvdock.tiers.disk.io import Io
@@ -123,13 +124,13 @@ def put_hangs(hung: Path) -> None:
 
     read = Io.read
 
-    def read_half(io: Io, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
+    def read_half(io: Io, file: File, buffers: Sequence[memoryview], offset: int) -> bool:
         if hangs("half"):
             *others, last = buffers
-            read(io, fd, [*others, last[: len(last) // 2 // PAGE_BYTES * PAGE_BYTES]], offset)
+            read(io, file, [*others, last[: len(last) // 2 // PAGE_BYTES * PAGE_BYTES]], offset)
             hung.with_suffix(BEGUN).touch()
             wait("half")
-        return read(io, fd, buffers, offset)
+        return read(io, file, buffers, offset)
 
     write = os.pwritev
 

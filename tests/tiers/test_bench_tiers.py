@@ -13,7 +13,10 @@ from paths import ROOT
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(240)]
 
-DISK = {"disk_store_gb_s", "disk_load_gb_s", "disk_store_spread", "disk_load_spread"}
+DISK = {
+    "disk_store_gb_s", "disk_load_gb_s", "disk_store_spread", "disk_load_spread", "plain_write_gb_s",
+    "plain_write_spread", "disk_store_share_of_plain",
+}
 FIO = {
     "fio_write_gb_s", "fio_read_gb_s", "fio_write_spread", "fio_read_spread", "disk_store_share", "disk_load_share",
 }

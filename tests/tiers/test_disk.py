@@ -18,6 +18,7 @@ from tier_helpers import ARENA, KIB, MIB, Part, Parts, assert_loads, load, outco
 from tier_subjects import DiskSubject
 
 from kvdock.tiers.disk.copies import Move, copy_all
+from kvdock.tiers.disk.files import File
 from kvdock.tiers.disk.folder import FolderInUse
 from kvdock.tiers.disk.io import MOST_RUN, Io
 from kvdock.tiers.disk.log import key_of, record_bytes
@@ -302,9 +303,9 @@ def test_records_that_follow_one_another_are_moved_by_one_call(
     calls: list[tuple[str, int]] = []
     move = {"read": Io.read, "write": Io.write}
 
-    def counted(kind: str, io: Io, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
+    def counted(kind: str, io: Io, file: File, buffers: Sequence[memoryview], offset: int) -> bool:
         calls.append((kind, len(buffers)))
-        return move[kind](io, fd, buffers, offset)
+        return move[kind](io, file, buffers, offset)
 
     monkeypatch.setattr(Io, "read", lambda *given: counted("read", *given))
     monkeypatch.setattr(Io, "write", lambda *given: counted("write", *given))
@@ -395,15 +396,15 @@ def test_a_segment_that_refuses_input_and_output_fails_for_its_parts_alone(folde
         store_all(tier, [one])
         entry = tier._space.entry(key_of(one.name))
         assert entry is not None
-        segment = entry.segment
-        working, segment.fd = segment.fd, os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        file = entry.segment.file
+        working, file.fd = file.fd, os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             assert outcomes_of(tier, [one]) == [Outcome.FAILED]
             with pytest.raises(TierError, match="storage is lost"):
                 store(tier, [other])
         finally:
-            os.close(segment.fd)
-            segment.fd = working
+            os.close(file.fd)
+            file.fd = working
         store_all(tier, [other])
         assert_loads(tier, [one, other])
 
@@ -436,9 +437,9 @@ def test_copies_share_calls_and_are_whole(folder: Path, parts: Parts, monkeypatc
     calls: list[tuple[str, int]] = []
     read, write = Io.read, Io.write
 
-    def counted(kind: str, io: Io, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
+    def counted(kind: str, io: Io, file: File, buffers: Sequence[memoryview], offset: int) -> bool:
         calls.append((kind, len(buffers)))
-        return (read if kind == "read" else write)(io, fd, buffers, offset)
+        return (read if kind == "read" else write)(io, file, buffers, offset)
 
     with opened(folder, 256 * MIB) as tier:
         store_all(tier, batch)
@@ -481,13 +482,13 @@ def test_what_cannot_be_read_is_not_copied(folder: Path, parts: Parts) -> None:
         store_all(tier, [*more, cut])
         subject.truncate(cut.name)
         assert copy_all(tier._io, moves_of(tier, [*more, cut]), patient()) == [], "they were read together"
-        segment = moves[0].old.segment
-        working, segment.fd = segment.fd, os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        file = moves[0].old.segment.file
+        working, file.fd = file.fd, os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             assert copy_all(tier._io, moves, patient()) == []
         finally:
-            os.close(segment.fd)
-            segment.fd = working
+            os.close(file.fd)
+            file.fd = working
     (folder / "index.db").unlink()
     with opened(folder) as tier:
         assert there(tier, [*batch, *more]) == [at != 2 for at in range(11)]
@@ -499,10 +500,10 @@ def test_what_cannot_be_read_is_not_copied(folder: Path, parts: Parts) -> None:
 def test_the_header_of_a_record_takes_no_write_of_its_own(tmp_path: Path, pages: int, writes: int) -> None:
     io = Io(direct=False, threads=2)
     header, part = (memoryview(bytearray(os.urandom(PAGE_BYTES * count))) for count in (1, pages))
-    fd = io.open(tmp_path / "file", create=True)
-    begun = io.begin(io.write, fd, [header, part], 0)
+    file = io.files.open(tmp_path / "file", create=True)
+    begun = io.begin(io.write, file, [header, part], 0)
     assert begun.end() and len(begun) == writes
     back = [memoryview(bytearray(len(one))) for one in (header, part)]
-    assert io.begin(io.read, fd, back, 0).end() and back == [header, part]
-    os.close(fd)
+    assert io.begin(io.read, file, back, 0).end() and back == [header, part]
+    io.files.close(file)
     io.close()

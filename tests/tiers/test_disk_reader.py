@@ -217,7 +217,7 @@ def test_rows_of_segments_that_are_gone_leave_the_index(folder: Path, parts: Par
     batch = filled(folder, parts)
     with opened(folder) as tier:
         sequences = sorted(tier._log.segments)
-        paths = [tier._log.segments[sequence].path for sequence in sequences]
+        paths = [tier._log.segments[sequence].file.path for sequence in sequences]
     paths[0].unlink()
     paths[-1].unlink()
     with opened(folder) as tier:

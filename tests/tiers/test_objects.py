@@ -40,13 +40,14 @@ from tier_helpers import (
     store_all,
 )
 
+from bench.tiers.far import far_store
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.mover.write_behind import WriteBehind, WriteBudget, WriteObserver, WriteQueue
 from kvdock.tiers.notes import begins, deletes
-from kvdock.tiers.record import HEADER_BYTES, Record, RecordError
+from kvdock.tiers.record import HEADER_BYTES, VERSION, Record, RecordError
 from kvdock.tiers.stores import objects
 from kvdock.tiers.stores.objects import NOTE_FRESH_S, ObjectTier, StoreLocation, open_location, open_tier
-from kvdock.tiers.tier import Deadline, Outcome, ReadOnly, StillRunning, TierError, TierUrlError, ToStore
+from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, ReadOnly, StillRunning, TierError, TierUrlError, ToStore
 
 pytestmark = pytest.mark.tiers
 
@@ -102,7 +103,9 @@ def location_of(url: str) -> StoreLocation:
     ("az://container", "wanted a URL that obstore can use"),
     ("http://host?endpoint=x", "found parameter 'endpoint'"),
     ("file:///no/such/folder", "wanted file:///PATH of a folder that exists"),
+    ("s3://bucket?read_price=-1", "wanted dollars for a million requests, such as 5 or 0.4"),
     ("file://host/tmp", "wanted file:///PATH of a folder that exists"),
+    ("file://", "wanted file:///PATH of a folder that exists"),
     ("file:///tmp?retries=1", "found parameter 'retries', wanted one of bytes, connections, tenant_bytes, unused_days"),
 ])  # fmt: skip
 def test_a_url_that_is_not_understood_is_refused(url: str, says: str) -> None:
@@ -490,6 +493,20 @@ def test_a_note_that_is_written_again_keeps_what_others_have_changed(server: S3S
     tier.close(patient())
 
 
+def test_a_clock_that_is_ahead_writes_a_note_no_more_often(server: S3Server) -> None:
+    """Each change by others gives the note another version, and the time of the store's clock."""
+    namespace = secrets.token_bytes(32)
+    with environment(KEYS):
+        location = open_location(server.url, obstore.store)
+    tier = ObjectTier(location, obstore, clock=lambda: time.time() + 2 * NOTE_FRESH_S)
+    with opened(server.url) as other:
+        for number in range(4):
+            changed = other.change(namespace, deletes([bytes([number]) * 32], 3), patient())
+            assert tier.notes([namespace], patient()) == [changed]
+    assert tier.requests()["put"] == 1
+    tier.close(patient())
+
+
 def test_a_note_that_cannot_be_written_again_is_read_all_the_same(server: S3Server) -> None:
     namespace, now_s = secrets.token_bytes(32), [time.time()]
     with environment(KEYS):
@@ -502,3 +519,45 @@ def test_a_note_that_cannot_be_written_again_is_read_all_the_same(server: S3Serv
     finally:
         server.flag.unlink()
     tier.close(patient())
+
+
+def test_what_others_have_put_beside_the_namespaces_is_left_out(tmp_path: Path, parts: Parts) -> None:
+    tier = open_tier(tmp_path.as_uri(), patient())
+    try:
+        tier.change(parts.namespace, begins(1), patient())
+        for name in ("zz" * 32, "mine", parts.namespace.hex().upper()):
+            (tmp_path / f"kvdock/{VERSION}" / name).mkdir()
+            (tmp_path / f"kvdock/{VERSION}" / name / "file").touch()
+        assert tier.namespaces(patient()) == [parts.namespace]
+        assert [one.namespace for one in tier.holdings(patient())] == [parts.namespace]
+    finally:
+        tier.close(patient())
+
+
+def test_requests_are_counted_as_the_store_counts_them(parts: Parts) -> None:
+    batch = [parts.make(PAGE_BYTES) for _ in range(4)]
+    with far_store() as store, opened(f"{store.url}&read_price=0.4&write_price=5") as tier:
+        store_all(tier, batch)
+        store_all(tier, [parts.make(PAGE_BYTES, batch[0].name)])
+        assert_loads(tier, batch)
+        tier.exists([part.name for part in batch], patient())
+        note = tier.change(parts.namespace, begins(1), patient())
+        tier.mark(parts.namespace, b"", patient())
+        tier.holdings(patient())
+        tier.delete([batch[0].name, batch[1].name], patient())
+        tier.sweep(parts.namespace, note, patient())
+        counts, found = tier.requests(), store.counts()
+        assert [counts["get"] + counts["list"], counts["head"], counts["put"], counts["delete"]] == [
+            found["GET"], found["HEAD"], found["PUT"], found.get("POST", 0) + found.get("DELETE", 0)
+        ]
+        assert min(counts.values()) > 0
+        dollars = (0.4 * (counts["get"] + counts["head"]) + 5 * (counts["put"] + counts["list"])) / 1e6
+        assert tier.dollars == pytest.approx(dollars)
+
+
+def test_the_pieces_of_an_upload_are_requests(server: S3Server, parts: Parts) -> None:
+    with opened(f"{server.url}&multipart_mib=5&write_price=1000") as tier:
+        before = tier.requests()["put"]
+        store_all(tier, [parts.make(17 * MIB)])
+        assert tier.requests()["put"] - before == 4, "one begins it, two carry pieces, and one ends it"
+        assert tier.dollars >= 4 * 1000 / 1e6

@@ -16,7 +16,18 @@ from kvdock.tiers.mover.agreement import LONGEST_RETRY_S, RETRY_S, Agreement, Ag
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import Deadline, Loaded, NotEverywhere, Outcome, ReadOnly, TierError, ToLoad, ToStore, Usage
+from kvdock.tiers.tier import (
+    Deadline,
+    Loaded,
+    NotAll,
+    NotEverywhere,
+    Outcome,
+    ReadOnly,
+    TierError,
+    ToLoad,
+    ToStore,
+    Usage,
+)
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
 
@@ -127,7 +138,7 @@ def test_a_tier_is_used_once_a_deletion_holds_there_though_not_everywhere(rig: R
     eventually(lambda: len(rig.tier.tried_s) >= 8)
     assert rig.done == [] and rig.handle.counters["failures"] == 0, "a node that is away is no failure of the others"
     rig.tier.error = None
-    eventually(lambda: [one.number for one in rig.done] == [1, 2], LONGEST_RETRY_S + PATIENCE_S)
+    eventually(lambda: sorted(one.number for one in rig.done) == [1, 2], LONGEST_RETRY_S + PATIENCE_S)
 
 
 def test_while_a_deletion_waits_for_a_node_notes_are_read_before_it_is_tried_again(rig: Rig) -> None:
@@ -156,4 +167,35 @@ def test_a_namespace_without_a_note_holds_no_other_up_where_nothing_can_be_chang
     rig = Rig(Refusing())
     rig.agrees(OTHER)
     assert rig.agreement.of(rig.handle, AWAY) is None and rig.handle.stores.state == "read_only"
+    rig.close()
+
+
+class Partial(Reluctant):
+    """It does not know the note of AWAY, or cannot make it."""
+
+    def __init__(self, *, tells: bool) -> None:
+        super().__init__()
+        self._tells = tells
+
+    def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
+        found = super().notes(namespaces, deadline)
+        if AWAY in namespaces and not self._tells:
+            known = dict(zip(namespaces, found, strict=True))
+            del known[AWAY]
+            raise NotAll(self.name, "lost", known)
+        return found
+
+    def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
+        if namespace == AWAY:
+            self.tried_s.append(time.monotonic())
+            raise TierError(self.name, "it cannot be written: EIO")
+        return super().change(namespace, change, deadline)
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_note_that_is_not_known_or_cannot_be_made_holds_no_other_up(tells: bool) -> None:
+    rig = Rig(Partial(tells=tells))
+    rig.agrees(OTHER)
+    eventually(lambda: not tells or len(rig.tier.tried_s) > 4)
+    assert rig.agreement.of(rig.handle, AWAY) is None and not rig.handle.breaker.is_open
     rig.close()

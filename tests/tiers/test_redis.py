@@ -483,3 +483,12 @@ def test_a_namespace_whose_list_the_server_has_evicted_is_listed_again(
     with opened(f"unix://{server.address}") as tier:
         tier.notes([parts.namespace], patient())
         assert tier.namespaces(patient()) == [parts.namespace]
+
+
+def test_what_others_have_put_into_the_list_of_namespaces_is_left_out(
+    server: RedisServer, client: Any, parts: Parts
+) -> None:
+    with opened(f"unix://{server.address}") as tier:
+        tier.change(parts.namespace, begins(1), patient())
+        client.sadd(NAMESPACES, b"\xff", "mine", "zz" * 32, parts.namespace.hex().upper())
+        assert tier.namespaces(patient()) == [parts.namespace]

@@ -12,9 +12,10 @@ from redis_server import RedisServer
 from redis_subject import opened
 from tier_helpers import ARENA, Part, Parts, assert_loads, eventually, outcomes_of, patient, store, store_all, works
 
+from kvdock.tiers.notes import begins
 from kvdock.tiers.stores.redis import RedisTier
 from kvdock.tiers.stores.redis_nodes import Address, read_slots
-from kvdock.tiers.tier import Outcome, TierError
+from kvdock.tiers.tier import NotAll, Outcome, TierError
 
 pytestmark = pytest.mark.tiers
 
@@ -89,6 +90,26 @@ def test_one_lost_server_of_a_cluster_costs_its_own_parts_only(cluster: list[Red
             cluster[2].start()
         eventually(lambda: works(lambda: store_all_again(tier, batch)))
         assert_loads(tier, batch)
+
+
+def test_the_notes_at_the_servers_that_are_left_are_known(cluster: list[RedisServer], parts: Parts) -> None:
+    names = [bytes([number]) * 32 for number in range(20)]
+    with opened(f"redis://127.0.0.1:{cluster[0].port}?cluster=yes") as tier:
+        notes = {name: tier.change(name, begins(1), patient()) for name in names}
+        assert tier.notes(names, patient()) == list(notes.values())
+        cluster[2].kill()
+        try:
+            with pytest.raises(NotAll) as caught:
+                tier.notes(names, patient())
+            known = caught.value.known
+            assert 0 < len(known) < len(names) and known.items() <= notes.items()
+            lost = next(name for name in names if name not in known)
+            with pytest.raises(TierError) as alone:
+                tier.notes([lost], patient())
+            assert not isinstance(alone.value, NotAll)
+        finally:
+            cluster[2].start()
+        eventually(lambda: works(lambda: tier.notes(names, patient())))
 
 
 def store_all_again(tier: RedisTier, batch: list[Part]) -> None:

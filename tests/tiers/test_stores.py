@@ -17,9 +17,10 @@ from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import PART, SETTINGS, is_served, stored_and_gone
 
 from kvdock.api.tiers.process import PROGRAM
+from kvdock.protocol.mover_schemas import MoverConfig
 from kvdock.tiers.mover import opening
 from kvdock.tiers.mover.opening import find_store
-from kvdock.tiers.tier import Deadline, Store, TierError, TierUrlError
+from kvdock.tiers.tier import Deadline, Store, Tier, TierError, TierUrlError
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
 
@@ -41,6 +42,17 @@ def open_tier(url: str, deadline: Deadline) -> ShelfTier:
 
 
 STORE = Store(open_tier)
+
+
+def open_later(url: str, deadline: Deadline) -> ShelfTier:
+    if not Path(urlsplit(url).path).is_dir():
+        raise KeyError("no shelf")
+    tier = open_tier(url, deadline)
+    tier.name = "shelf_later"
+    return tier
+
+
+LATER = Store(open_later)
 '''
 
 
@@ -55,7 +67,7 @@ def package(tmp_path: Path) -> Path:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: shelves\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(
         "[kvdock.tiers]\nshelf = shelves:STORE\nmisnamed = shelves:STORE\nuntyped = shelves:open_tier\n"
-        "old = shelves_old:STORE\n"
+        "old = shelves_old:STORE\nshelf_later = shelves:LATER\n"
     )
     return folder
 
@@ -110,6 +122,35 @@ def test_a_tier_has_the_name_of_its_entry_point(tmp_path: Path) -> None:
     with pytest.raises(TierUrlError, match="found a tier named 'shelf', wanted 'misnamed'"):
         opening._open_store("misnamed", f"file://{tmp_path}/store")
     opening._open_store("shelf", f"file://{tmp_path}/store").close(Deadline(5.0))  # the folder is not in use any more
+
+
+@pytest.mark.usefixtures("importable")
+@pytest.mark.parametrize(("name", "why", "error"), [
+    ("objects", opening.WRONG_SETTING, "wanted file:///PATH of a folder that exists"),
+    ("shelf_later", opening.UNOPENED, "KeyError: 'no shelf'"),
+])
+def test_a_tier_that_cannot_be_opened_for_whatever_reason_is_tried_again(
+    name: str, why: str, error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after the mover was restarted while a folder is not mounted."""
+    monkeypatch.setattr(opening, "WRONG_S", 0.05)
+    monkeypatch.setattr(opening, "RETRY_S", 0.05)
+    folder = tmp_path / "mounted"
+    config = MoverConfig(address="", instance_prefix="", stores={name: folder.as_uri()})
+    assert error in opening.try_to_open(config)[name]
+    tiers = opening.OpeningTiers(config, None)
+    eventually(lambda: tiers.unopened[name][0] == why and error in tiers.unopened[name][1])
+    folder.mkdir()
+    opened: list[Tier] = []
+
+    def is_opened() -> bool:
+        opened.extend(tiers.take_opened())
+        return bool(opened)
+
+    eventually(is_opened)
+    tiers.close()
+    opened[0].close(Deadline(5.0))
+    assert not tiers.unopened
 
 
 @pytest.mark.usefixtures("importable")

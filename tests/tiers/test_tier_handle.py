@@ -27,7 +27,7 @@ from kvdock.tiers.mover.tier_handle import (
     Speed,
     TierHandle,
 )
-from kvdock.tiers.notes import Note
+from kvdock.tiers.notes import Change, Note, raises
 from kvdock.tiers.record import PartName, Record
 from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
 
@@ -136,6 +136,36 @@ def test_a_tier_whose_stores_fail_is_read_and_tried_with_one_store_now_and_then(
     clock.now_s += FIRST_REST_S
     handle.store([part.to_store()], Deadline(1.0))
     assert (handle.stores.state, handle.stores.are_due) == ("open", True)
+
+
+class FixedTier(MemoryTier):
+    """What it has can be read, and not be changed."""
+
+    def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
+        return [Outcome.FAILED] * len(names)
+
+    def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
+        raise TierError(self.name, "notes cannot be written: EIO")
+
+    def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
+        raise TierError(self.name, "objects cannot be deleted: 500")
+
+
+@pytest.mark.parametrize("verb", ["delete", "change", "sweep"])
+def test_a_tier_in_which_nothing_can_be_changed_is_read(clock: Clock, part: Part, verb: str) -> None:
+    handle = TierHandle(FixedTier(clock), clock=clock, lost=lambda error: None)
+    calls: dict[str, Callable[[], object]] = {
+        "delete": lambda: handle.delete_damaged([part.name]),
+        "change": lambda: handle.change(bytes(32), raises(1), Deadline(1.0)),
+        "sweep": lambda: handle.sweep(bytes(32), Note.new(1), Deadline(1.0)),
+    }
+    for _ in range(2 * MOST_FAILURES):
+        with suppress(TierError):
+            calls[verb]()
+    assert not handle.breaker.is_open and handle.counters["failures"] == 2 * MOST_FAILURES
+    assert handle.stores.state == "read_only" and handle.stores.error
+    assert handle.exists([part.name], Deadline(1.0)) == [True]
+    handle.close(Deadline(1.0))
 
 
 def tried(handle: TierHandle, clock: Clock, rest_s: float = 2 * LONGEST_REST_S) -> None:

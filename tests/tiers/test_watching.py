@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import signal
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import pytest
 from api_helpers import MIB, NOBODYS, ServerProcess, eventually, raw, soon
 from cli_helpers import kvdock
 from frozen import frozen
+from mover_steps import SteppedServer
 from prometheus_client.parser import text_string_to_metric_families
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import PART, SETTINGS, damage_on_disk, flood, is_served, mover, stored_and_gone
+from tier_stores import S3Store, has_state, opened
 
 from kvdock.api.tiers.process import pause_s
 from kvdock.protocol.admin_schemas import PatchConfig
@@ -110,7 +114,7 @@ def brought_up(engine: TierEngine, keys: list[bytes]) -> None:
 
 def samples(server: ServerProcess) -> dict[str, float]:
     """By name and labels, as in kvdock_tier_loads_total{disk,done}. They may be a second old."""
-    shown = ("tier", "outcome", "reason")
+    shown = ("tier", "outcome", "reason", "verb")
     text = raw(server.http, "GET", "/metrics", None, NOBODYS)[2].decode()
     return {
         f"{sample.name}{{{','.join(sample.labels[name] for name in shown if name in sample.labels)}}}": sample.value
@@ -232,6 +236,24 @@ def test_the_command_has_a_line_for_each_tier(server: ServerProcess, engine: Tie
     assert [one.count(MOVER_LABEL) for one in listed] == [0, 1]
     asked = json.loads(kvdock("status", "--json", "--server", server.unix).stdout)
     assert asked["tiers"][1]["error"] and asked["mover"]["restarts"] == 0
+
+
+def test_what_requests_to_a_store_cost_is_shown(tmp_path: Path) -> None:
+    with opened(S3Store, tmp_path) as store:
+        without_disk = {name: value for name, value in SETTINGS.items() if name != "disk_bytes"}
+        url = f"{store.settings['objects_url']}&read_price=900000&write_price=900000"
+        with (
+            SteppedServer(tmp_path / "armed", store.environment, **without_disk, objects_url=url) as server,
+            closing(TierEngine(server.unix, manifest(PART))) as engine,
+        ):
+            is_served(server, 1)
+            has_state(server.unix, "open")
+            engine.store(engine.chain(2))
+            eventually(lambda: tier(engine, "objects").counters["store_done"] == 2, 30.0)
+            eventually(lambda: samples(server).get("kvdock_tier_requests_total{objects,put}", 0.0) >= 2.0, 30.0)
+            assert samples(server)["kvdock_tier_request_dollars_total{objects}"] > 1.8
+            shown = " ".join(kvdock("status", "--server", server.unix).stdout.split())
+            assert re.search(r"\d+ requests \(\$\d+\.\d\d\)", shown), shown
 
 
 def test_nothing_that_is_read_waits_for_a_mover_that_stands_still(server: ServerProcess, engine: TierEngine) -> None:

@@ -102,8 +102,9 @@ class Lists:
         """The mean rates of all engines, without benchmarks."""
         rates, slices = list[CopyRates](), Slices()
         for record in self._engines():
-            if not record.is_bench:
-                rates.append(rates_of([member.copies for member in record.members.values()]))
+            of_session = rates_of([member.copies for member in record.members.values()])
+            if not record.is_bench and of_session != CopyRates():
+                rates.append(of_session)
             await slices.give_turn()
         return mean_of(rates)
 

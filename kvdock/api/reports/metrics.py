@@ -392,6 +392,7 @@ _TIER_COUNTERS = {
 _TIER_LABELLED = {
     "loads": ("load_", "outcome", "Parts asked of the tier, by outcome"),
     "stores": ("store_", "outcome", "Parts given to the tier, by outcome"),
+    "requests": ("request_", "verb", "Requests to the store"),
     "left_out": ("left_out_", "reason", "Chunks that waited to be written and were not, by reason"),
 }
 """By metric: the prefix of the names of the mover's counters in it, its label, and its help text. The rest of a
@@ -412,11 +413,16 @@ def _of_tiers(tiers: Sequence[TierView]) -> Iterator[Metric]:
             gauge.add_metric([tier.name], value(tier))
         yield gauge
     wear = CounterMetricFamily("kvdock_tier_wear_bytes", "Bytes that the tier wrote to its storage", labels=["tier"])
+    dollars = CounterMetricFamily(
+        "kvdock_tier_request_dollars", "What requests to the store have cost, by the prices in its URL", labels=["tier"]
+    )
     fetches = SummaryMetricFamily("kvdock_tier_fetch_seconds", "Loads of a request's chunks", labels=["tier"])
     for tier in opened:
         wear.add_metric([tier.name], tier.wear_bytes)
+        dollars.add_metric([tier.name], tier.dollars)
         fetches.add_metric([tier.name], tier.fetches, tier.fetch_s)
     yield wear
+    yield dollars
     yield fetches
     for name, text in _TIER_COUNTERS.items():
         counter = CounterMetricFamily(f"kvdock_tier_{name}", text, labels=["tier"])

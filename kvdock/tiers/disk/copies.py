@@ -82,7 +82,7 @@ def _copy_together(io: Io, group: list[Move]) -> list[Move]:
                 view[:RECORD_HEAD_BYTES] = record_head(record, to.segment.mark, to.offset)
                 moved.append(move)
         if moved:
-            io.write(first.segment.fd, [block[:end]], first.offset)
+            io.write(first.segment.file, [block[:end]], first.offset)
         return moved
     except OSError:
         return []
@@ -104,7 +104,7 @@ def _read(io: Io, group: list[Move], views: list[memoryview]) -> set[int]:
     try:
         for run in runs:
             old = group[run[0]].old
-            reading.append((run, io.begin(io.read, old.segment.fd, [views[at] for at in run], old.offset)))
+            reading.append((run, io.begin(io.read, old.segment.file, [views[at] for at in run], old.offset)))
     finally:
         for run, transfer in reading:
             if _is_whole(transfer):
@@ -124,17 +124,17 @@ def copy(io: Io, move: Move) -> bool:
     old, to, wanted, total = move.old, move.to, move.record, pages_bytes(move.old.length)
     source = old.segment
     try:
-        found = read_record(io.read_block(source.fd, old.offset), source.mark, old.offset)
+        found = read_record(io.read_block(source.file, old.offset), source.mark, old.offset)
         if found != (Kind.PART, wanted):
             return False
-        io.write_block(to.segment.fd, record_block(wanted, to.segment.mark, to.offset), to.offset)
+        io.write_block(to.segment.file, record_block(wanted, to.segment.mark, to.offset), to.offset)
         block = io.blocks.take()
         try:
             for begin in range(0, total, PIECE_BYTES):
                 piece, behind = block[: total - begin], PAGE_BYTES + begin
-                if not io.read(source.fd, [piece], old.offset + behind):
+                if not io.read(source.file, [piece], old.offset + behind):
                     return False
-                io.write(to.segment.fd, [piece], to.offset + behind)
+                io.write(to.segment.file, [piece], to.offset + behind)
         finally:
             io.blocks.give_back(block)
     except (OSError, RecordError):

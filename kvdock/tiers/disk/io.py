@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Final
 
+from kvdock.tiers.disk.files import File, Files, most_open
 from kvdock.tiers.disk.folder import TIER
 from kvdock.tiers.tier import PAGE_BYTES, ReadOnly, TierError, pages_bytes
 
@@ -127,48 +128,39 @@ class Headers:
 
 
 class Io:
-    """The threads that read and write, and the way files are opened. `direct`: whether they bypass the page cache."""
+    """The threads that read and write, and the files. `direct`: whether they bypass the page cache. `most_files`: how
+    many files are open at a time; None: as most_open() says."""
 
-    def __init__(self, *, direct: bool, threads: int = THREADS) -> None:
-        self._flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
+    def __init__(self, *, direct: bool, threads: int = THREADS, most_files: int | None = None) -> None:
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_DIRECT if direct else 0)
+        self.files = Files(flags, most_open() if most_files is None else most_files)
         self._pool = ThreadPoolExecutor(threads, "kvdock-disk")
         self.most_pieces = 2 * threads
         """How many pieces in progress keep every thread busy."""
         self.headers, self.run_headers, self.blocks = Headers(), Headers(MOST_RUN), Headers(PIECE_BYTES // PAGE_BYTES)
         """`run_headers`: behind the beginning of each page, which is a record's, they are zero. `blocks`: for copies of
         records."""
-        self._lock, self._is_read_only = threading.Lock(), False
+        self._lock = threading.Lock()
         self.wear_bytes = 0
         """Bytes written by this instance."""
         self.fault = ""
         """The last error of a read or write, with the file and the name of the error."""
 
-    def open(self, path: Path, *, create: bool = False) -> int:
-        """Returns the descriptor. A new file has mode 0600. On a read-only file system the file can only be read.
-        Raises OSError."""
-        try:
-            return os.open(path, self._flags | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
-        except OSError as error:
-            if create or error.errno != errno.EROFS:
-                raise
-            self._is_read_only = True
-            return os.open(path, self._flags & ~os.O_RDWR)
-
-    def read(self, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
+    def read(self, file: File, buffers: Sequence[memoryview], offset: int) -> bool:
         """Fills the buffers from the file. False: the file ends before they are full. Raises OSError."""
         rest, done = list(buffers), 0
         while rest:
-            moved = self._noted(os.preadv, fd, rest, offset + done)
+            moved = self._noted(os.preadv, file, rest, offset + done)
             if moved == 0 or moved % PAGE_BYTES:
                 return False
             rest, done = _behind(rest, moved), done + moved
         return True
 
-    def write(self, fd: int, buffers: Sequence[memoryview], offset: int) -> bool:
+    def write(self, file: File, buffers: Sequence[memoryview], offset: int) -> bool:
         """Writes the buffers and returns True. Raises OSError, also if the storage takes less than whole pages."""
         rest, done = list(buffers), 0
         while rest:
-            moved = self._noted(os.pwritev, fd, rest, offset + done)
+            moved = self._noted(os.pwritev, file, rest, offset + done)
             if moved == 0 or moved % PAGE_BYTES:
                 raise OSError(errno.ENOSPC, "the storage took less than whole pages")
             rest, done = _behind(rest, moved), done + moved
@@ -177,39 +169,40 @@ class Io:
         return True
 
     def _noted(
-        self, call: Callable[[int, list[memoryview], int], int], fd: int, buffers: list[memoryview], offset: int
+        self, call: Callable[[int, list[memoryview], int], int], file: File, buffers: list[memoryview], offset: int
     ) -> int:
         try:
-            return call(fd, buffers, offset)
+            with self.files.using(file) as fd:
+                return call(fd, buffers, offset)
         except OSError as error:
-            if error.errno == errno.EBADF and self._is_read_only:
+            if error.errno == errno.EBADF and self.files.is_read_only:
                 error.errno, error.strerror = errno.EROFS, os.strerror(errno.EROFS)  # as when it was opened
-            self.note(error, Path(f"/proc/self/fd/{fd}").readlink())
+            self.note(error, file.path)
             raise
 
     def note(self, error: OSError, path: Path) -> None:
         """Remembers an error, for people."""
         self.fault = f"{path}: {error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)})"
 
-    def begin(self, call: Move, fd: int, buffers: Sequence[memoryview], offset: int) -> Transfer:
+    def begin(self, call: Move, file: File, buffers: Sequence[memoryview], offset: int) -> Transfer:
         """Starts `call`, which is self.read or self.write, for each piece in a thread."""
         pieces = _pieces(buffers, PIECE_BYTES)
-        return Transfer([self._pool.submit(call, fd, piece, offset + begin) for begin, piece in pieces])
+        return Transfer([self._pool.submit(call, file, piece, offset + begin) for begin, piece in pieces])
 
-    def write_block(self, fd: int, block: bytes, offset: int) -> None:
+    def write_block(self, file: File, block: bytes, offset: int) -> None:
         """Writes one page in the calling thread. Raises OSError."""
         header = self.headers.take()
         header[:] = block
         try:
-            self.write(fd, [header], offset)
+            self.write(file, [header], offset)
         finally:
             self.headers.give_back(header)
 
-    def read_block(self, fd: int, offset: int) -> bytes:
+    def read_block(self, file: File, offset: int) -> bytes:
         """Reads one page in the calling thread; b"" if the file ends before. Raises OSError."""
         header = self.headers.take()
         try:
-            return bytes(header) if self.read(fd, [header], offset) else b""
+            return bytes(header) if self.read(file, [header], offset) else b""
         finally:
             self.headers.give_back(header)
 
@@ -218,4 +211,4 @@ class Io:
         self._pool.shutdown()
 
 
-Move = Callable[[int, Sequence[memoryview], int], bool]
+Move = Callable[[File, Sequence[memoryview], int], bool]

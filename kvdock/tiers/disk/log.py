@@ -12,12 +12,14 @@ import os
 import re
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import Final, NamedTuple
 from zlib import crc32
 
+from kvdock.tiers.disk.files import File
 from kvdock.tiers.disk.io import FULL_ERRORS, Io
 from kvdock.tiers.record import HEADER_BYTES, PartName, Record, RecordError
 from kvdock.tiers.tier import PAGE_BYTES, pages_bytes
@@ -42,8 +44,7 @@ class Segment:
     """`end_bytes`: the offset for the next record. `readers`, `writers`: how many records threads are loading from it,
     and storing to it. They are guarded by the lock of space.py, like `end_bytes` and `records`."""
 
-    path: Path
-    fd: int
+    file: File
     size_bytes: int
     sequence: int = 0
     mark: bytes = b""
@@ -90,8 +91,8 @@ class Log:
                 self._remove(segment)
 
     def _open(self, path: Path) -> None:
-        segment = Segment(path, self._io.open(path), path.stat().st_size)
-        found = SegmentBlock.read(self._io.read_block(segment.fd, 0))
+        segment = Segment(self._io.files.open(path), path.stat().st_size)
+        found = SegmentBlock.read(self._io.read_block(segment.file, 0))
         if found is not None and found.sequence not in self.segments:
             segment.sequence, segment.size_bytes, segment.mark = found
             segment.is_read = False
@@ -121,7 +122,7 @@ class Log:
         try:
             self._last += 1
             block = SegmentBlock.new(self._last, segment.size_bytes)
-            self._io.write_block(segment.fd, block.block(), 0)
+            self._io.write_block(segment.file, block.block(), 0)
         except BaseException:
             self.free.append(segment)
             raise
@@ -133,24 +134,25 @@ class Log:
     def _grow(self) -> Segment:
         self._number += 1
         path = self._folder / f"segment-{self._number:06}.log"
-        fd = self._io.open(path, create=True)
+        file = self._io.files.open(path, create=True)
         try:
-            os.posix_fallocate(fd, 0, self.segment_bytes)
+            with self._io.files.using(file) as fd:
+                os.posix_fallocate(fd, 0, self.segment_bytes)
         except BaseException as error:
-            os.close(fd)
+            self._io.files.close(file)
             path.unlink(missing_ok=True)
             if isinstance(error, OSError):
                 self._io.note(error, path)
             raise
         self.bytes_used += self.segment_bytes
-        return Segment(path, fd, self.segment_bytes)
+        return Segment(file, self.segment_bytes)
 
     def wipe(self, segment: Segment) -> None:
         """Removes everything from the segment; start_segment() may use it again. Raises OSError."""
         del self.segments[segment.sequence]
         if segment.size_bytes == self.segment_bytes:
             self.free.append(segment)
-            self._io.write_block(segment.fd, bytes(PAGE_BYTES), 0)
+            self._io.write_block(segment.file, bytes(PAGE_BYTES), 0)
         else:
             self._remove(segment)
 
@@ -158,13 +160,13 @@ class Log:
         self.segments.pop(segment.sequence, None)
         if segment in self.free:
             self.free.remove(segment)
-        os.close(segment.fd)
-        segment.path.unlink(missing_ok=True)
+        self._io.files.close(segment.file)
+        segment.file.path.unlink(missing_ok=True)
         self.bytes_used -= segment.size_bytes
 
     def mark_deleted(self, segment: Segment, offset: int, record: Record) -> None:
         """Overwrites the record's block, so that no scan takes it for a part again. Needs no space. Raises OSError."""
-        self._io.write_block(segment.fd, record_block(record, segment.mark, offset, Kind.DELETED), offset)
+        self._io.write_block(segment.file, record_block(record, segment.mark, offset, Kind.DELETED), offset)
 
     def scan(self, segment: Segment, begin: int) -> Iterator[tuple[int, Record]]:
         """(offset, record) of each part from the offset `begin` on; sets the segment's end after the last one.
@@ -172,11 +174,12 @@ class Log:
         A record that is damaged or was never written whole is skipped, because several threads write at a time, so
         whole records may follow. Raises OSError.
         """
-        end = min(segment.size_bytes, os.fstat(segment.fd).st_size // PAGE_BYTES * PAGE_BYTES)
+        with self._io.files.using(segment.file) as fd:
+            end = min(segment.size_bytes, os.fstat(fd).st_size // PAGE_BYTES * PAGE_BYTES)
         offset: int | None = begin
         while offset is not None and offset < end:
             try:
-                kind, record = read_record(self._io.read_block(segment.fd, offset), segment.mark, offset)
+                kind, record = read_record(self._io.read_block(segment.file, offset), segment.mark, offset)
             except RecordError:
                 offset = self._next_mark(segment, offset + PAGE_BYTES, end)
                 continue
@@ -191,7 +194,7 @@ class Log:
         with mmap.mmap(-1, _SCAN_BYTES) as buffer, memoryview(buffer) as view:
             for offset in range(begin, end, _SCAN_BYTES):
                 with view[: end - offset] as some:
-                    if not self._io.read(segment.fd, [some], offset):
+                    if not self._io.read(segment.file, [some], offset):
                         return None
                 at = -1
                 while (at := buffer.find(segment.mark, at + 1, end - offset)) >= 0:
@@ -202,11 +205,12 @@ class Log:
     def sync(self, segments: Iterable[Segment] | None = None) -> None:
         """Makes everything that was written to `segments` durable; None: to all segments. Raises OSError."""
         for segment in self.segments.values() if segments is None else segments:
-            os.fdatasync(segment.fd)
+            with suppress(FileNotFoundError), self._io.files.using(segment.file) as fd:  # somebody may have removed it
+                os.fdatasync(fd)
 
     def close(self) -> None:
         for segment in (*self.segments.values(), *self.free):
-            os.close(segment.fd)
+            self._io.files.close(segment.file)
 
 
 # --------------------------------------------------------------------------- the blocks

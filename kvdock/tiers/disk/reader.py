@@ -108,7 +108,7 @@ class Reader:
             try:
                 self.read(segment)
             except (OSError, TierError) as error:
-                _log.warning("not all of %s could be read: %s", segment.path, error)
+                _log.warning("not all of %s could be read: %s", segment.file.path, error)
         if not self._left:
             try:
                 self._end()

@@ -317,16 +317,16 @@ class DiskTier:
     def _begin_load(self, run: list[Held]) -> Reading:
         headers, first = self._io.run_headers.take(), run[0].entry
         buffers = buffers_of([(one.part.pages, one.entry.length) for one in run], headers)
-        return Reading(run, headers, self._io.begin(self._io.read, first.segment.fd, buffers, first.offset))
+        return Reading(run, headers, self._io.begin(self._io.read, first.segment.file, buffers, first.offset))
 
     def _end_load(self, reading: Reading, answers: list[Loaded]) -> None:
         """Waits for the records."""
         try:
             try:
                 is_whole = reading.transfer.end()
-            except OSError:
+            except OSError as error:
                 is_whole = False
-                if len(reading.run) == 1:
+                if len(reading.run) == 1 and not isinstance(error, FileNotFoundError):
                     answers[reading.run[0].at] = Loaded(Outcome.FAILED)
                     return
             for number, one in enumerate(reading.run):
@@ -348,7 +348,7 @@ class DiskTier:
         entry, header = one.entry, self._io.headers.take()
         try:
             is_whole = self._io.read(
-                entry.segment.fd, [header, one.part.pages[: pages_bytes(entry.length)]], entry.offset
+                entry.segment.file, [header, one.part.pages[: pages_bytes(entry.length)]], entry.offset
             )
             kind, record = read_record(header, entry.segment.mark, entry.offset)
             if is_whole and record == wanted and kind is Kind.PART:
@@ -358,6 +358,9 @@ class DiskTier:
         except RecordError:
             self._space.forget(one.key, entry)
             return Loaded(Outcome.DAMAGED)
+        except FileNotFoundError:  # somebody has removed the segment's file
+            self._space.forget(one.key, entry)
+            return Loaded(Outcome.MISSING)
         except OSError:
             return Loaded(Outcome.FAILED)
         finally:
@@ -500,7 +503,7 @@ class StoreBatch:
             head = record_head(record, extent.segment.mark, extent.offset)
             headers[number * PAGE_BYTES : number * PAGE_BYTES + len(head)] = head
         buffers = buffers_of([(self._parts[one.at].pages, one.record.length) for one in run], headers)
-        transfer = self._io.begin(self._io.write, first.segment.fd, buffers, first.offset)
+        transfer = self._io.begin(self._io.write, first.segment.file, buffers, first.offset)
         self._in_progress.append(WritingRun(run, headers, buffers, transfer))
         self._pieces += len(transfer)
         while self._pieces > self._io.most_pieces:
@@ -547,7 +550,7 @@ class StoreBatch:
         for number, writing in enumerate(run):
             extent = writing.extent
             try:
-                self._io.write(extent.segment.fd, buffers[2 * number : 2 * number + 2], extent.offset)
+                self._io.write(extent.segment.file, buffers[2 * number : 2 * number + 2], extent.offset)
             except OSError as error:
                 self._give_up([writing], error)
             else:

@@ -26,7 +26,7 @@ from kvdock.protocol.mover_schemas import Generation, NoteChange, Order, OrderDo
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.notes import LEASE, Note, begins, deletes, raises
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import Deadline, NotEverywhere, ReadOnly, Sweeps, TierError
+from kvdock.tiers.tier import Deadline, NotAll, NotEverywhere, ReadOnly, Sweeps, TierError
 
 log = logging.getLogger("kvdock.tiers")
 
@@ -235,7 +235,7 @@ class Agreement:
                 is_swept = self._sweep(handle)
             except TierError as error:
                 log.debug("%s: its notes cannot be read, trying again: %s", handle.name, error)
-                if isinstance(error, ReadOnly):  # it is asked no more often than for what others have changed
+                if isinstance(error, (ReadOnly, NotAll)):  # it is asked no more often than for what others have changed
                     pause_s = max(RETRY_S, handle.tier.poll_s)
                 continue
             except Exception:  # without this thread the tier would not be used any more
@@ -372,21 +372,25 @@ class Agreement:
             ]
         if not wanted:
             return
-        refused: ReadOnly | None = None
-        for digest, note in zip(wanted, handle.notes(wanted, Deadline(NOTE_S)), strict=True):
+        failed: TierError | None = None
+        try:
+            notes = dict(zip(wanted, handle.notes(wanted, Deadline(NOTE_S)), strict=True))
+        except NotAll as error:
+            notes, failed = dict(error.known), error
+        for digest, note in notes.items():
             generation, _ = pool[digest]
             is_lost = note is None and (handle.name, digest) in self._followed
             if note is None or note.generation < generation:
                 try:
                     note = handle.change(digest, begins(generation), Deadline(NOTE_S))
-                except ReadOnly as error:  # others may have a note that can be used as it is
-                    refused = error
+                except TierError as error:  # others may have a note that can be used as it is
+                    failed = error
                     continue
             if is_lost:
                 self._raised(handle, digest, note)
             self._compare(handle, digest, note)
-        if refused is not None:
-            raise refused
+        if failed is not None:
+            raise failed
 
     def _compare(self, handle: TierHandle, digest: bytes, note: Note) -> None:
         """Reports the note to the server, unless the pool has followed it already."""

@@ -21,6 +21,9 @@ log = logging.getLogger("kvdock.tiers")
 OPEN_S = 10.0
 """How long a tier may take to open."""
 RETRY_S = 5.0
+WRONG_S = 60.0
+"""After how long a tier whose setting is wrong is tried again. The server has found it right before it started, so what
+it names is away for a while: a folder that is not mounted, or a file of certificates that is being replaced."""
 CLOSE_S = 5.0
 """How long a tier that was opened for a check may take to close."""
 
@@ -78,16 +81,20 @@ class OpeningTiers:
                     self._memory.use(tier)
                 self._opened.put(tier)
                 return
-            except TierUrlError as error:
-                self.unopened[opener.name] = (WRONG_SETTING, str(error))
-                log.error("the tier %s is not used: %s", opener.name, error)
-                return
-            except TierError as error:
-                if (why := str(error)) != logged:
-                    log.warning("the tier %s is not used yet: %s", opener.name, why)
-                logged = why
-                self.unopened[opener.name] = (UNOPENED, error.why)
-            self._closed.wait(RETRY_S)
+            except Exception as error:  # also what the library of a store raises: the tier is tried again
+                pause_s, why, said = _judged(error)
+                self.unopened[opener.name] = (why, said)
+                if said != logged:
+                    log.warning("the tier %s is not used yet: %s: %s", opener.name, why, said)
+                logged = said
+            self._closed.wait(pause_s)
+
+
+def _judged(error: Exception) -> tuple[float, str, str]:
+    """(after how many seconds to try again, why the tier is not open, the error)."""
+    if isinstance(error, TierUrlError):
+        return WRONG_S, WRONG_SETTING, str(error)
+    return RETRY_S, UNOPENED, error.why if isinstance(error, TierError) else f"{type(error).__name__}: {error}"
 
 
 def try_to_open(config: MoverConfig) -> dict[str, str]:
@@ -96,10 +103,9 @@ def try_to_open(config: MoverConfig) -> dict[str, str]:
     for opener in _openers(config):
         try:
             opener.open_tier().close(Deadline(CLOSE_S))
-        except TierUrlError as error:
-            found[opener.name] = f"{WRONG_SETTING}: {error}"
-        except TierError as error:
-            found[opener.name] = str(error)
+        except Exception as error:  # as where tiers are opened for use
+            _, why, said = _judged(error)
+            found[opener.name] = str(error) if isinstance(error, TierError) else f"{why}: {said}"
         else:
             found[opener.name] = ""
     return found

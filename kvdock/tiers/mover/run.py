@@ -51,7 +51,7 @@ from kvdock.tiers.mover.owner import Owner
 from kvdock.tiers.mover.peer_leases import PeerLeases
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.mover.write_behind import MOST_EVICTED, AskCounts, WriteBehind, WriteBudget, WriteObserver, WriteQueue
-from kvdock.tiers.tier import Deadline, Lists, SharesPool, StillRunning, TellsGone, Tier
+from kvdock.tiers.tier import CountsRequests, Deadline, Lists, SharesPool, StillRunning, TellsGone, Tier
 
 log = logging.getLogger("kvdock.tiers")
 
@@ -199,6 +199,8 @@ class Mover:
         for handle in self._handles:
             usage, is_off = handle.tier.usage(), handle.breaker.is_open
             writer, stores = self._writers[handle.name], handle.stores.state
+            bills = handle.tier if isinstance(handle.tier, CountsRequests) else None
+            requests = {f"request_{verb}": count for verb, count in bills.requests().items()} if bills else {}
             views.append(TierView(
                 name=handle.name, state="off" if is_off else stores,
                 why=FAILING if is_off else WORDS[stores] or (TOO_LARGE if handle.stores.too_large else ""),
@@ -209,7 +211,7 @@ class Mover:
                 queued_bytes=writer.waiting_bytes, pending_why=self._agreement.why_pending(handle.name),
                 load_bytes_per_s=handle.speed.rate,
                 load_latency_s=handle.speed.latency_s, fetches=handle.fetches.count, fetch_s=handle.fetches.seconds,
-                counters=dict(handle.counters),
+                counters=handle.counters | requests, dollars=bills.dollars if bills else 0.0,
             ))
         return sorted(views, key=lambda view: self._opening.order.index(view.name))
 

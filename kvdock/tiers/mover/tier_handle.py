@@ -26,6 +26,7 @@ from kvdock.tiers.tier import (
     Deadline,
     Loaded,
     NoSpace,
+    NotAll,
     NotEverywhere,
     OnlyRead,
     Outcome,
@@ -47,6 +48,9 @@ R = TypeVar("R")
 LATE_S = 0.5
 """A call that has not returned this long after its deadline is a failure."""
 PROBE = "probe"
+CHANGE = "change"
+"""Calls that change something and are no stores. Those that fail end stores, and no reads: a tier that cannot be
+written is still read."""
 MOST_FAILURES = 3
 """After this many failures in a row the breaker opens."""
 FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
@@ -217,7 +221,8 @@ class Stores:
         return is_new
 
     def failed(self) -> bool:
-        """A store has failed. Returns whether so many have in a row that the tier cannot be written."""
+        """A store or another change has failed. Returns whether so many have in a row that the tier cannot be
+        written."""
         self._failures += 1
         return self._failures >= MOST_FAILURES
 
@@ -290,7 +295,9 @@ class TierHandle:
         self._lock = threading.Lock()
         self._pools = {
             kind: ThreadPoolExecutor(threads, f"kvdock-{tier.name}-{kind}")
-            for kind, threads in (("ask", 2), ("note", 2), ("load", MEASURERS), ("store", 2), (PROBE, 1))
+            for kind, threads in (
+                ("ask", 2), ("note", 2), (CHANGE, 2), ("load", MEASURERS), ("store", 2), (PROBE, 1),
+            )
         }
         self._probe: Future[None] | None = None
         self._calls: set[_Call] = set()
@@ -374,22 +381,22 @@ class TierHandle:
         loaded."""
         deadline = Deadline(PROBE_S)
         try:
-            self._call("ask", deadline, lambda: self._parts.delete(names, deadline), _failure)
+            self._call(CHANGE, deadline, lambda: self._parts.delete(names, deadline), _failure)
         except TierError as error:
             log.warning("%s: damaged parts are not deleted yet: %s", self.name, error)
 
     def remove(self, names: Sequence[PartName], deadline: Deadline) -> None:
         """Raises TierOff, TierError."""
-        self._call("note", deadline, lambda: self._parts.delete(names, deadline), lambda _: "")
+        self._call(CHANGE, deadline, lambda: self._parts.delete(names, deadline), lambda _: "")
 
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
-        """Raises TierOff, TierError."""
+        """Raises TierOff, TierError, NotAll."""
         return self._call("note", deadline, lambda: self.tier.notes(namespaces, deadline), lambda _: "")
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
         """Raises TierOff, TierError, NotEverywhere, ReadOnly."""
         try:
-            return self._call("note", deadline, lambda: self.tier.change(namespace, change, deadline), lambda _: "")
+            return self._call(CHANGE, deadline, lambda: self.tier.change(namespace, change, deadline), lambda _: "")
         except ReadOnly as error:
             self._refused("full" if isinstance(error, NoSpace) else "read_only", error.why)
             raise
@@ -403,7 +410,7 @@ class TierHandle:
         tier = self.tier
         if not isinstance(tier, Sweeps):
             return 0
-        return self._call("note", deadline, lambda: tier.sweep(namespace, note, deadline), lambda _: "")
+        return self._call(CHANGE, deadline, lambda: tier.sweep(namespace, note, deadline), lambda _: "")
 
     def expected_s(self, more_bytes: int) -> float:
         """The expected seconds until `more_bytes` are loaded, after the bytes that are being loaded now."""
@@ -479,6 +486,9 @@ class TierHandle:
             self._lost(error)
             raise
         except (ReadOnly, NotEverywhere):
+            raise
+        except NotAll:
+            self.breaker.succeeded(kind)
             raise
         except TierError as error:
             if not self._was_short(call, began_s):
@@ -571,7 +581,7 @@ class TierHandle:
 
     def _fail(self, kind: str, why: str, times: int = 1) -> None:
         self.counters["failures"] += 1
-        if kind == "store" and why != UNRETURNED:
+        if kind in ("store", CHANGE) and why != UNRETURNED:
             if self.stores.failed():
                 self._refused("read_only", why)
         elif self.breaker.failed(kind, why, times):

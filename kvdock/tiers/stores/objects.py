@@ -28,9 +28,10 @@ from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 from kvdock.tiers.notes import Change, Note, NoteError, name_of_note
-from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of
+from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of, namespace_of
 from kvdock.tiers.stores.objects_owned import OwnedObjects
-from kvdock.tiers.stores.urls import TierUrl, existing_file, read_url, some_bytes, some_text, whole, yes_or_no
+from kvdock.tiers.stores.objects_requests import NO_PRICES, Prices, Requests
+from kvdock.tiers.stores.urls import TierUrl, existing_file, price, read_url, some_bytes, some_text, whole, yes_or_no
 from kvdock.tiers.tier import (
     NO_LIMITS,
     Deadline,
@@ -50,6 +51,7 @@ from kvdock.tiers.tier import (
     ToStore,
     Usage,
     cut,
+    known_notes,
     require_own,
 )
 
@@ -79,9 +81,6 @@ _FULL: Final = (
 _REFUSED: Final = ("PermissionDenied", "os error 30", "os error 13")
 """The error of keys that may only read, and Linux's codes for a read-only file system and a folder that may not be
 written to."""
-
-_NAMESPACE_BYTES: Final = 32
-
 T = TypeVar("T")
 
 
@@ -117,14 +116,15 @@ class ObjectTier:
 
     def __init__(self, location: StoreLocation, obstore: Any, clock: Callable[[], float] = time.time) -> None:
         """`obstore`: the module. `clock`: Unix seconds, with which the ages of notes are computed."""
-        self._location, self._store, self._obstore, self._clock = location, location.store, obstore, clock
+        self._location, self._store, self._clock = location, location.store, clock
+        self._obstore = Requests(obstore, location.prices)
         self._can_create = self._can_update = location.can_create
         self._loop = asyncio.new_event_loop()
         self._loading, self._storing, self._asking = (
             asyncio.Semaphore(location.connections) for _ in range(3)
         )
         self._usage = OwnUsage(wears_out=True)
-        self.limits, self._owned = location.limits, OwnedObjects(location.store, obstore, location.folder)
+        self.limits, self._owned = location.limits, OwnedObjects(location.store, self._obstore, location.folder)
         self._notes: dict[bytes, _CachedNote] = {}
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvdock-objects", daemon=True)
         self._thread.start()
@@ -133,6 +133,13 @@ class ObjectTier:
     def is_only_read(self) -> bool:
         """See OnlyRead."""
         return self._location.read_only
+
+    def requests(self) -> Mapping[str, int]:
+        return self._obstore.counts()
+
+    @property
+    def dollars(self) -> float:
+        return self._obstore.dollars
 
     def check(self, deadline: Deadline) -> None:
         """Raises TierError if the store cannot be used."""
@@ -170,7 +177,7 @@ class ObjectTier:
 
     def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
         if self._location.read_only:
-            raise TierError(NAME, "it is a web server, which can only be read")
+            raise ReadOnly(NAME, "it is a web server, which can only be read")
 
         def ask(some: Sequence[PartName]) -> Callable[[], Awaitable[list[Outcome]]]:
             return lambda: self._delete([name.text() for name in some])
@@ -188,7 +195,7 @@ class ObjectTier:
             return lambda: self._fresh_note(namespace)
 
         found = self._run_all([ask(namespace) for namespace in namespaces], deadline)
-        return [_answered(one)[0] for one in found]
+        return known_notes(NAME, namespaces, [one if isinstance(one, Outcome) else one[0] for one in found])
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
         if self._location.read_only:
@@ -235,8 +242,8 @@ class ObjectTier:
         (found,) = self._run_all([self._folders(f"kvdock/{VERSION}")], deadline)
         if isinstance(found, Outcome):
             raise TierError(NAME, "its namespaces were not listed in time")
-        names = [folder.rstrip("/").rpartition("/")[2] for folder in found]
-        return [bytes.fromhex(name) for name in names if len(name) == 2 * _NAMESPACE_BYTES]
+        names = (namespace_of(folder.rstrip("/").rpartition("/")[2]) for folder in found)
+        return [name for name in names if name is not None]
 
     def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
         """Deletes the objects of former generations, one page of a list at a time."""
@@ -381,7 +388,10 @@ class ObjectTier:
         except NoteError:  # change() makes a new one
             self._notes.pop(namespace, None)
             return None, version
-        self._notes[namespace] = _CachedNote(note, found.meta["e_tag"], found.meta["last_modified"].timestamp())
+        before, written_s = self._notes.get(namespace), float(found.meta["last_modified"].timestamp())
+        if before is not None:  # the store's clock may be far behind this one
+            written_s = max(written_s, before.written_s)
+        self._notes[namespace] = _CachedNote(note, found.meta["e_tag"], written_s)
         return note, version
 
     async def _fresh_note(self, namespace: bytes) -> tuple[Note | None, Any]:
@@ -593,17 +603,11 @@ def _release(views: Sequence[memoryview]) -> None:
 @dataclass(frozen=True, slots=True)
 class _CachedNote:
     """A note as it was last read. `e_tag`: that of its object. `written_s`: when the object was written, in Unix
-    seconds."""
+    seconds, or when this server has last written an earlier version again."""
 
     note: Note
     e_tag: str | None
     written_s: float
-
-
-def _answered(found: tuple[Note | None, Any] | Outcome) -> tuple[Note | None, Any]:
-    if isinstance(found, Outcome):
-        raise TierError(NAME, f"the note of a namespace is not known: {found.value}")
-    return found
 
 
 def _judge(error: BaseException) -> Outcome:
@@ -639,9 +643,10 @@ REQUEST_S: Final = 3600
 
 _ANY: Final = {"connections": whole(1, 256)}
 _LIMITS: Final = {"bytes": some_bytes, "tenant_bytes": some_bytes, "unused_days": whole(0, 36500)}
+_PRICES: Final = {"read_price": price, "write_price": price}
 _REMOTE: Final = {**_ANY, "ca_file": existing_file, "retries": whole(0, 10)}
 _CLOUD: Final = {
-    **_REMOTE, **_LIMITS, "endpoint": some_text, "machine_role": yes_or_no, "multipart_mib": whole(5, 5120),
+    **_REMOTE, **_LIMITS, **_PRICES, "endpoint": some_text, "machine_role": yes_or_no, "multipart_mib": whole(5, 5120),
     "skip_signature": yes_or_no,
 }  # fmt: skip
 _S3: Final = {
@@ -681,7 +686,7 @@ class StoreLocation:
     """`store`: obstore's object. `connections`: how many loads, how many stores, and how many other requests may be in
     progress at once. `can_create`: whether the store can refuse to overwrite an object. `ranges`: whether ranges of an
     object can be requested. `multipart_bytes`: larger objects are uploaded in several requests at once. `folder`: set
-    if the store is a folder of this machine. `limits`: what it may have."""
+    if the store is a folder of this machine. `limits`: what it may have. `prices`: what its requests cost."""
 
     store: Any
     read_only: bool
@@ -691,6 +696,7 @@ class StoreLocation:
     multipart_bytes: int
     folder: Path | None = None
     limits: Limits = NO_LIMITS
+    prices: Prices = NO_PRICES
 
 
 def open_location(url: str, stores: Any) -> StoreLocation:
@@ -706,18 +712,19 @@ def open_location(url: str, stores: Any) -> StoreLocation:
     limits = NO_LIMITS if is_http else Limits(
         options.pop("bytes", 0), options.pop("tenant_bytes", 0), options.pop("unused_days", UNUSED_DAYS) * DAY_S
     )
+    prices = Prices(options.pop("write_price", 0.0), options.pop("read_price", 0.0))
     try:
         store = _local(found, stores) if scheme == "file" else _remote(found, stores)
     except TierUrlError:
         raise
     except Exception as error:  # obstore raises errors of its own and of Python
         raise TierUrlError(f"{scheme}: wanted a URL that obstore can use: {error}") from error
-    return StoreLocation(store, is_http, create, not is_http, connections, multipart_bytes, folder, limits)
+    return StoreLocation(store, is_http, create, not is_http, connections, multipart_bytes, folder, limits, prices)
 
 
 def _local(found: TierUrl, stores: Any) -> Any:
     path = Path(unquote(found.parts.path))
-    if found.parts.netloc or not path.is_dir():
+    if found.parts.netloc or not path.is_absolute() or not path.is_dir():
         raise TierUrlError(f"file: found {found.parts.netloc}{path}, wanted file:///PATH of a folder that exists")
     return stores.LocalStore(prefix=path)
 

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvdock.tiers.notes import name_of_note
-from kvdock.tiers.record import VERSION, folder_of
+from kvdock.tiers.record import VERSION, folder_of, namespace_of
 from kvdock.tiers.tier import AGE_S, Holding
 
 ROOT: Final = f"kvdock/{VERSION}"
 _CLOCK: Final = f"{ROOT}/clock"
-_NAMESPACE_BYTES: Final = 32
 _PAGE: Final = 1000
 _LIBC: Final = ctypes.CDLL(None)
 _AT_FDCWD: Final = -100
@@ -146,12 +145,7 @@ def _mark_of(namespace: bytes) -> str:
 
 
 def _namespace_of(path: str) -> bytes | None:
-    name = path.removeprefix(f"{ROOT}/").partition("/")[0]
-    try:
-        digest = bytes.fromhex(name)
-    except ValueError:
-        return None
-    return digest if len(digest) == _NAMESPACE_BYTES else None
+    return namespace_of(path.removeprefix(f"{ROOT}/").partition("/")[0])
 
 
 def _time(found: Any) -> datetime:

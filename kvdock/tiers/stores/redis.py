@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any, Final, Generic, TypeVar
 
 from kvdock.tiers.notes import HEAD_BYTES, Change, Note, NoteError, name_of_note
-from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of
+from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of, namespace_of
 from kvdock.tiers.stores.redis_nodes import NAME, Address, Nodes, Settings, read_settings
 from kvdock.tiers.stores.resp import ErrorReply, OutOfTime, Reply, Wire, WireError, command
 from kvdock.tiers.tier import (
@@ -38,6 +38,7 @@ from kvdock.tiers.tier import (
     ToStore,
     Usage,
     cut,
+    known_notes,
 )
 
 RUN_BYTES: Final = 8 << 20
@@ -215,27 +216,30 @@ class RedisTier:
     def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
         """Reads the heads first: a note whose head is unchanged is unchanged."""
         keys = [name_of_note(namespace).encode() for namespace in namespaces]
-        heads = self._values(
+        heads = self._execute(
             [_Job(at, key, command(b"GETRANGE", key, b"0", b"%d" % (HEAD_BYTES - 1)), HEAD_BYTES, _read_reply)
              for at, key in enumerate(keys)], deadline,
         )
-        found: list[Note | None] = [None] * len(keys)
+        found: list[Note | Outcome | None] = [None] * len(keys)
         changed = []
-        for at, (namespace, head) in enumerate(zip(namespaces, heads, strict=True)):
+        for at, namespace in enumerate(namespaces):
             known_head, known = self._cached_notes.get(namespace, (b"", None))
-            if head and head == known_head:
+            if isinstance(head := heads[at], Outcome):
+                found[at] = head
+            elif head and head == known_head:
                 found[at] = known
             elif head:
                 changed.append(at)
-        values = self._values(
+        values = self._execute(
             [_Job(at, keys[at], command(b"GET", keys[at]), 0, _read_reply) for at in changed], deadline
         )
-        for at, value in zip(changed, values, strict=True):
-            found[at] = note = _note_of(value)
-            if note is not None and value is not None:
+        for at in changed:
+            value: Any = values[at]
+            found[at] = note = value if isinstance(value, Outcome) else _note_of(value)
+            if isinstance(note, Note):
                 self._cached_notes[namespaces[at]] = value[:HEAD_BYTES], note
-        self._list([namespace for namespace, note in zip(namespaces, found, strict=True) if note], deadline)
-        return found
+        self._list([name for name, note in zip(namespaces, found, strict=True) if isinstance(note, Note)], deadline)
+        return known_notes(NAME, namespaces, found)
 
     def _list(self, namespaces: Sequence[bytes], deadline: Deadline) -> None:
         """Now and then, puts them into the set of those that have a note: the server may have evicted it."""
@@ -289,7 +293,8 @@ class RedisTier:
     def namespaces(self, deadline: Deadline) -> list[bytes]:
         (found,) = self._values([_Job(0, NAMESPACES, command(b"SMEMBERS", NAMESPACES), 0, _read_reply)], deadline)
         members = found if isinstance(found, list) else []
-        return [bytes.fromhex(member.decode()) for member in members if isinstance(member, bytes)]
+        names = (namespace_of(member.decode(errors="replace")) for member in members if isinstance(member, bytes))
+        return [name for name in names if name is not None]
 
     def sweep(self, namespace: bytes, note: Note, deadline: Deadline) -> int:
         """Deletes keys of former generations as each server's SCAN returns them. If the deadline interrupts a scan, the

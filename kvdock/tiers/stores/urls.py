@@ -12,6 +12,7 @@ from kvdock.protocol.errors import without_password
 from kvdock.tiers.tier import TierUrlError
 
 _SIZE: Final = re.compile(r"(\d+)(|KiB|MiB|GiB|TiB)", re.ASCII)
+_PRICE: Final = re.compile(r"\d{1,6}(\.\d{1,6})?", re.ASCII)
 _UNITS: Final = {"": 0, "KiB": 10, "MiB": 20, "GiB": 30, "TiB": 40}
 
 
@@ -78,6 +79,12 @@ def some_bytes(text: str) -> int:
     if match is None:
         raise ValueError("a size in bytes, or like 512MiB or 8GiB")
     return int(match[1]) << _UNITS[match[2]]
+
+
+def price(text: str) -> float:
+    if _PRICE.fullmatch(text) is None:
+        raise ValueError("dollars for a million requests, such as 5 or 0.4")
+    return float(text)
 
 
 def some_text(text: str) -> str:

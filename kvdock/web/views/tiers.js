@@ -1,4 +1,4 @@
-// Tiers below the pool: whether each is used, how full it is, and how much was stored and loaded.
+// Tiers below the pool: whether each is used, how full it is, how much was stored and loaded, and what that cost.
 
 import { el, hint, setAttr, setHidden, setText } from "../dom.js";
 import { age, bytes, count, exact, plural, shareOf } from "../format.js";
@@ -95,6 +95,17 @@ function waitWords({ waiting, waits }) {
   return earlier ? `${now} Earlier waits: ${earlier}.` : now;
 }
 
+/** What stores that charge for requests were asked, and what that cost by the prices in their URLs. */
+function requestWords(tiers) {
+  const said = tiers.map((tier) => {
+    const requests = Object.entries(tier.counters).filter(([name]) => name.startsWith("request_"));
+    const asked = requests.reduce((sum, [, n]) => sum + n, 0);
+    const cost = tier.dollars ? `, for $${tier.dollars.toFixed(2)}` : "";
+    return asked ? ` ${plural(asked, "request")} to ${tier.name}${cost}.` : "";
+  });
+  return said.join("");
+}
+
 function troubleWords({ restarts, silent_s: silent, lost_lookups: lost }) {
   const said = [];
   if (silent > SILENT_S) said.push(`The mover has not reported for ${age(silent)}, so these figures are old.`);
@@ -117,7 +128,7 @@ export function mountTiers(root) {
   root.append(waits, trouble);
   const draw = ({ status: { tiers, mover } }) => {
     table.update(tiers);
-    setText(waits, waitWords(mover));
+    setText(waits, waitWords(mover) + requestWords(tiers));
     setText(trouble, troubleWords(mover));
     setHidden(trouble, !troubleWords(mover));
   };

@@ -56,7 +56,7 @@ C = TypeVar("C", bound=Carrier)
 FLUSH_S = 1.0
 """How long close() may take to send queued releases. The server asks about releases that do not arrive."""
 _JSON_TYPE = JSON.media_type.encode()
-_UNAUTHENTICATED = CODES["unauthenticated"].status
+UNAUTHENTICATED = CODES["unauthenticated"].status
 _LEASE = re.compile(r"[0-9a-f]{16}")
 
 
@@ -170,7 +170,7 @@ class Client:
         )
         token = self._token
         status, raw = self._transport.call(*asked)
-        if status == _UNAUTHENTICATED and self._has_another_token(token):
+        if status == UNAUTHENTICATED and self._has_another_token(token):
             status, raw = self._transport.call(*asked)
         return self._answers.decoded(call, status, raw, packed=form.packed)
 

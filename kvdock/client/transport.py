@@ -117,15 +117,22 @@ class Connection:
         self._sock.settimeout(None)
         self._timeout_s = 0.0
 
-    def exchange(self, request: bytes, timeout_s: float) -> tuple[int, bytes, bool]:
-        """(status, body, whether the connection may be used again). Raises OSError, TimeoutError, AnswerError."""
+    def begin(self, request: bytes) -> int:
+        """Sends as much of a request as takes no waiting. Returns how many bytes were sent. Raises OSError."""
+        try:
+            return self._sock.send(request, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+
+    def exchange(self, request: bytes, timeout_s: float, sent: int = 0) -> tuple[int, bytes, bool]:
+        """(status, body, whether the connection may be used again). `sent`: how many bytes of the request begin() has
+        sent. Raises OSError, TimeoutError, AnswerError."""
         deadline_s = time.monotonic() + timeout_s
         self._set_timeout(timeout_s)
         try:
-            sent = self._sock.send(request)
             while sent < len(request):
-                self._set_timeout(deadline_s - time.monotonic())
                 sent += self._sock.send(memoryview(request)[sent:])
+                self._set_timeout(deadline_s - time.monotonic())
             data = self._sock.recv(RECEIVE_BYTES)
             while (end := data.find(_END)) < 0:
                 if not data or len(data) > MAX_HEAD_BYTES:
@@ -189,8 +196,16 @@ def _parse_head(head: bytes) -> tuple[int, int, bool]:
     return code, length, head.startswith(b"HTTP/1.1") and not _CLOSE.search(head)
 
 
+class Begun(NamedTuple):
+    """A request on a connection that has taken its first `sent` bytes."""
+
+    connection: Connection
+    request: bytes
+    sent: int
+
+
 class Transport:
-    """A small pool of connections to one server; `call` is thread-safe."""
+    """A small pool of connections to one server; `call`, `begin` and `finish` are thread-safe."""
 
     def __init__(self, address: Address, headers: bytes = b"", keep: int = 8) -> None:
         """`headers`: as `send` takes them."""
@@ -217,14 +232,38 @@ class Transport:
         """
         if os.getpid() != self._pid:
             raise ServerUnavailable(f"{self.address.text}: the client was made in the parent process, before a fork")
+        return self._answer(self._request(method, path, body, media_type), timeout_s)
+
+    def begin(self, method: str, path: str, body: bytes, media_type: bytes) -> Begun | None:
+        """Sends the request of a call, without waiting for anything. The caller must pass what it returns to finish().
+        None: nothing was sent, because no connection is open and idle; use call()."""
+        with self._lock:
+            if os.getpid() != self._pid or not self._idle:
+                return None
+            connection = self._idle.pop()
+        request = self._request(method, path, body, media_type)
+        try:
+            return Begun(connection, request, connection.begin(request))
+        except OSError:
+            connection.close()
+            return None
+
+    def finish(self, begun: Begun, timeout_s: float) -> tuple[int, bytes]:
+        """Waits for the answer to what begin() has sent; as call()."""
+        return self._answer(begun.request, timeout_s, begun)
+
+    def _request(self, method: str, path: str, body: bytes | None, media_type: bytes) -> bytes:
         request = f"{method} {path}".encode("ascii") + self._head
         if body is None:
-            request += b"\r\n"
-        else:
-            request += b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n%b" % (media_type, len(body), body)
+            return request + b"\r\n"
+        return request + b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n%b" % (media_type, len(body), body)
+
+    def _answer(self, request: bytes, timeout_s: float, begun: Begun | None = None) -> tuple[int, bytes]:
         deadline_s = time.monotonic() + timeout_s
         try:
             try:
+                if begun is not None:
+                    return self._exchange(begun.connection, request, timeout_s, begun.sent)
                 return self._exchange(self._take(timeout_s), request, timeout_s)
             except TimeoutError:
                 raise
@@ -254,9 +293,11 @@ class Transport:
                 return self._idle.pop()
         return Connection(self.address, timeout_s)
 
-    def _exchange(self, connection: Connection, request: bytes, timeout_s: float) -> tuple[int, bytes]:
+    def _exchange(
+        self, connection: Connection, request: bytes, timeout_s: float, sent: int = 0
+    ) -> tuple[int, bytes]:
         try:
-            status, content, reusable = connection.exchange(request, timeout_s)
+            status, content, reusable = connection.exchange(request, timeout_s, sent)
         except BaseException:
             # An answer may still arrive on this connection: the next call must not read it.
             connection.close()

@@ -19,11 +19,16 @@ class Background:
 
     def __init__(self, name: str) -> None:
         self._thread = Pool(1, name)
+        self._last: Future[None] | None = None
 
     def run(self, work: Callable[..., None], *args: object) -> Future[None]:
-        future = self._thread.submit(work, *args)
+        self._last = future = self._thread.submit(work, *args)
         future.add_done_callback(_log_failure)
         return future
+
+    def is_idle(self) -> bool:
+        """Whether all calls that were submitted have ended."""
+        return self._last is None or self._last.done()
 
     def close(self) -> None:
         """Waits until all submitted calls have ended."""

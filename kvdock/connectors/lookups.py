@@ -2,14 +2,15 @@
 
     engine thread      lookup: ask ─► wait ─► decide ─► lease ──────────► begin_load: the ranks get the lease
     "kvdock-ask"                │      ▲
-                                └─► send the question, keep the answer ─┐
+                                └─► wait for the answer, and keep it ───┐
     "kvdock-verify"                                                     └─► hash what was found
 
 The engine looks a request up again in each step until the result is a Hit or a Miss. `Lookups.lookup` goes through
 these steps:
 
-- ask: the first lookup sends a question to the server in the background. Another one is sent when more is asked for,
-  and when more may have been stored since the last answer;
+- ask: the first lookup sends a question to the server, and a background thread waits for the answer. Another question
+  is sent when more is asked for, and when more may have been stored since the last answer. The background thread sends
+  a question if others come before it, or no connection is open;
 - wait: for the answer as long as the engine's patience allows, and for what other engines store and lower tiers load as
   long as that takes less than computing (kvdock/connectors/waits.py);
 - decide: a hit that takes longer to load than to compute is a miss (kvdock/connectors/cost.py);
@@ -41,6 +42,7 @@ from msgspec import UNSET
 from kvdock.connectors.background import Background
 from kvdock.connectors.chunk_statistics import ChunkStatistics
 from kvdock.connectors.cost import UNLIMITED, LoadChoice
+from kvdock.connectors.engine_client import BegunLookup, EngineClient
 from kvdock.connectors.interface import GroupBlocks, Hit, LookupResult, Miss, Pending
 from kvdock.connectors.plans import Chunks, LoadPlan, Pieces, column_of
 from kvdock.connectors.requests import MISS, Requests, RequestState
@@ -358,17 +360,27 @@ class Lookups:
         return Question(request_id, request.attachment, tuple(keys), body, renews, replaces)
 
     def _send(self, question: Question) -> SentQuestion:
-        asked_s = self.waits.clock()
-        answered = self._asking.run(self._call, question, asked_s)
+        asked_s, found = self.waits.clock(), self._requests.callbacks.observer.asking(question.attachment)
+        answered = self._asking.run(self._call, question, asked_s, found, self._begin(question))
         sent = self._sent[question.request_id] = SentQuestion(answered, asked_s, question.body.epoch)
         self._awaited = answered
         return sent
 
-    def _call(self, question: Question, asked_s: float) -> None:
-        """Background: sends the question and keeps its answer."""
+    def _begin(self, question: Question) -> BegunLookup | None:
+        """Sends the question from the engine's thread, which may keep the interpreter lock for milliseconds: the other
+        thread could not send it before. Not while that thread has other questions, which come first."""
+        client, is_lost = self._session.client, self._session.attachment is not question.attachment
+        if is_lost or question.replaces is not None or not self._asking.is_idle():
+            return None
+        return client.begin_lookup(question.body) if isinstance(client, EngineClient) else None
+
+    def _call(
+        self, question: Question, asked_s: float, found: Callable[[Sequence[bytes]], None], begun: BegunLookup | None
+    ) -> None:
+        """Background: sends the question, unless it has `begun`, and keeps its answer."""
         started_s = self.waits.clock()
         try:
-            unwanted = self._fetch(question)
+            unwanted = self._fetch(question, found, begun)
         finally:
             ended_s, patience = self.waits.clock(), self.waits.patience
             if patience is not None and self._session.attachment is question.attachment:
@@ -378,18 +390,22 @@ class Lookups:
         if self._verification.is_eager and not self._may_find_more(question.request_id):
             self._verify(question.request_id)
 
-    def _fetch(self, question: Question) -> tuple[Attachment, str] | None:
+    def _fetch(
+        self, question: Question, found: Callable[[Sequence[bytes]], None], begun: BegunLookup | None
+    ) -> tuple[Attachment, str] | None:
         """Background: calls the server. Whatever fails, an answer is kept: a refusal or a lost server is a miss.
         Returns a lease that no request wants any more, if there is one."""
         attachment = question.attachment
         if question.replaces is not None:
             self.cancel(attachment, question.replaces)
-        answer, found = MISS, self._requests.callbacks.observer.asking(attachment)
+        answer = MISS
         try:
             if self._session.attachment is attachment:  # else the server is lost, and each call would time out
-                answer = self._session.client.lookup(question.body)
+                answer = begun.answer() if begun is not None else self._session.client.lookup(question.body)
                 answer.chunks = Chunks.of(answer.chunks)
                 found(question.keys[: answer.hit_tokens // self._chunk_tokens])
+            elif begun is not None:
+                begun.drop()
         except (ServerUnavailable, ApiError) as error:
             self._session.lost(attachment, error)
         finally:

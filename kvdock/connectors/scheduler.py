@@ -1,7 +1,7 @@
 """The scheduler connector: the part of a connector that is the same in the scheduler's process of every engine.
 
     engine thread      lookup ─► begin_load      begin_store ─► store           hint, finished
-    "kvdock-ask"       send a question
+    "kvdock-ask"       wait for an answer
     "kvdock-verify"    hash what was found
     "kvdock-store"                               reserve, carry out, hint
     "kvdock-settle"                                                             cancel

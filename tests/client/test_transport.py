@@ -93,6 +93,51 @@ def test_a_connection_that_will_close_is_not_used_again(tmp_path: Path, last: by
     assert served == ([0, 1] if last else [0, 0])
 
 
+@pytest.mark.parametrize("size", [5, 8 << 20], ids=["small", "more than the socket takes at once"])
+def test_a_request_that_was_begun_is_sent_at_once_and_its_answer_read_later(tmp_path: Path, size: int) -> None:
+    came = threading.Event()
+
+    def serve(connection: socket.socket, number: int) -> None:
+        for missing in (0, size):
+            asked = connection.recv(65536)
+            while (end := asked.find(b"\r\n\r\n")) < 0 or len(asked) < end + 4 + missing:
+                if missing:
+                    came.set()
+                asked += connection.recv(65536)
+            came.set()
+            connection.sendall(reply(b"%d" % (len(asked) - end - 4)))
+
+    with listener(tmp_path, serve) as address:
+        transport = Transport(Address.parse(address))
+        assert transport.begin("POST", "/", b"", b"a/b") is None, "no connection is open"
+        assert transport.call("GET", "/", None, PATIENCE_S) == (200, b"0")
+        came.clear()
+        begun = transport.begin("POST", "/", bytes(size), b"a/b")
+        assert begun is not None and came.wait(PATIENCE_S) and begun.sent > 0
+        assert transport.begin("POST", "/", b"", b"a/b") is None, "the connection is in use"
+        assert transport.finish(begun, PATIENCE_S) == (200, b"%d" % size)
+        transport.close()
+
+
+def test_a_begun_request_whose_connection_was_lost_is_sent_once_more(tmp_path: Path) -> None:
+    served = []
+
+    def serve(connection: socket.socket, number: int) -> None:
+        for _ in range(1 if number else 2):
+            asked = connection.recv(65536)
+            served.append((number, asked[:5]))
+            if number or b"GET" in asked:
+                connection.sendall(reply(b"hello"))
+
+    with listener(tmp_path, serve) as address:
+        transport = Transport(Address.parse(address))
+        transport.call("GET", "/", None, PATIENCE_S)
+        begun = transport.begin("POST", "/", b"x", b"a/b")
+        assert begun is not None and transport.finish(begun, PATIENCE_S) == (200, b"hello")
+        transport.close()
+    assert served == [(0, b"GET /"), (0, b"POST "), (1, b"POST ")]
+
+
 def test_an_answer_that_trickles_ends_at_the_timeout(tmp_path: Path) -> None:
     stop = threading.Event()
 

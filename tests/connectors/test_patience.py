@@ -15,6 +15,7 @@ from connector_helpers import Rig, continued, mortal, stopped, tokens_of
 from kvdock.client.client import Client
 from kvdock.connectors import waits as patience_module
 from kvdock.connectors.cost import LoadChoice, LoadLimits
+from kvdock.connectors.engine_client import BegunLookup, EngineClient
 from kvdock.connectors.interface import Hit, LookupResult, Miss, Pending
 from kvdock.connectors.lookups import FRESH_S
 from kvdock.connectors.scheduler import SchedulerConnector
@@ -232,6 +233,7 @@ class Slow:
         self.go.set()
         self.bodies: list[Lookup] = []
         client.lookup = self.lookup  # type: ignore[method-assign]  # the real one, later
+        client.begin_lookup = lambda body: None  # type: ignore[attr-defined]  # nothing is sent before lookup()
 
     def lookup(self, body: Lookup, **named: Any) -> LookupAnswer:
         self.bodies.append(body)
@@ -319,6 +321,30 @@ def test_a_lookup_whose_answer_is_late_is_a_miss_and_what_it_finds_is_given_back
     assert connector.lookups.lookup("r", tokens, 0) == Hit(192), "after a preemption it is asked about anew"
     connector.finished("r")
     eventually(lambda: rig.leases(client) == 0)
+
+
+def test_the_engines_thread_sends_a_question_unless_others_wait_for_the_thread_that_asks(
+    rig: Rig, connector: SchedulerConnector
+) -> None:
+    client, begun = rig.connector.session.client, list[str]()
+    assert isinstance(client, EngineClient)
+    real = client.begin_lookup
+
+    def begin_lookup(body: Lookup) -> BegunLookup | None:
+        begun.append(threading.current_thread().name)
+        return real(body)
+
+    client.begin_lookup = begin_lookup  # type: ignore[method-assign]  # the real one, and noted
+    rig.store("s", tokens_of(11, 3), range(12))
+    assert connector.lookups.lookup("r", tokens_of(11, 3), 0) == Hit(192)
+    assert begun == [threading.current_thread().name]
+    go = threading.Event()
+    connector.lookups._asking.run(lambda: (go.wait(LONG_S), None)[1])
+    connector.lookups.expect("later", tokens_of(11, 3))
+    go.set()
+    assert connector.lookups.lookup("later", tokens_of(11, 3), 0) == Hit(192) and len(begun) == 1
+    connector.finished("r")
+    connector.finished("later")
 
 
 def test_a_late_answer_serves_the_lookups_after_it(rig: Rig, connector: SchedulerConnector, slow: Slow) -> None:

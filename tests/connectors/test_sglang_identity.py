@@ -353,7 +353,10 @@ def test_pools_that_are_not_known_are_refused() -> None:
         "pipeline parallelism beside --speculative-algorithm EAGLE under SGLang",
     ),
     ({"params": {"attn_cp_size": 2}}, "does not serve context parallelism"),
-    ({"args": {"nnodes": 2}}, "does not serve several nodes"),
+    (
+        {"params": {"pp_size": 2}, "components": ["FULL"], "args": {"nnodes": 2}},
+        "does not serve pipelines over several nodes",
+    ),
     (
         {"params": {"pp_size": 2}, "components": ["FULL"], "args": {"disaggregation_mode": "prefill"}},
         "pipeline parallelism beside --disaggregation-mode prefill under SGLang",

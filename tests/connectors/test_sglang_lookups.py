@@ -23,18 +23,11 @@ from kvdock.connectors.requests import RequestCallbacks
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment, EngineSession, Identity, SessionObserver
+from kvdock.connectors.sglang.afterwards import Afterwards
 from kvdock.connectors.sglang.figures import METRICS, Figures
+from kvdock.connectors.sglang.holding import GOES, WAITS, Holding, admit, next_batch, put_back
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad, Ready
-from kvdock.connectors.sglang.lookups import (
-    FORGET_S,
-    MOST_EXPECTED,
-    Chains,
-    Holding,
-    PageLookups,
-    admit,
-    next_batch,
-    put_back,
-)
+from kvdock.connectors.sglang.lookups import FORGET_S, MOST_EXPECTED, Chains, PageLookups
 from kvdock.connectors.sglang.offloads import Offloads
 from kvdock.connectors.sglang.outcomes import PageOutcomes
 from kvdock.connectors.sglang.pools import KVGroup, RankPools
@@ -155,13 +148,7 @@ class Engine:
         if begun is None:
             return False
         self.loads.queue(QueuedLoad(rid, *begun, {"kv": indices(pages, at)}, self.weights.epoch))
-        return self.finish(self.loads.start(Ready()))
-
-    def finish(self, batch: int) -> bool:
-        """The verdict on a batch, and SGLang's next turn."""
-        ok = self.loads.finish(batch)
-        self.loads.step()
-        return ok
+        return self.loads.finish(self.loads.start(Ready()))
 
     def close(self) -> None:
         self.loads.close()
@@ -257,7 +244,10 @@ def test_a_request_is_held_back_until_what_was_found_is_verified_but_not_for_eve
         engine.lookups.tick(0)
         assert engine.lookups.ask(rid, pages) in (0, 2)
         holding.looked_up(rid)
-        return holding.starts(rid)
+        if holding.starts(rid) == GOES:
+            return False
+        holding.hold(rid)
+        return True
 
     engine.verifier.gate.clear()
     assert is_held_back("soon") and holding.held(["other", "soon"]) == {"soon"}
@@ -324,7 +314,8 @@ def test_who_is_held_back_is_out_of_the_queue_while_others_are_admitted(engine: 
     engine.verifier.gate.clear()
     assert engine.lookups.ask("held", pages) == 0
     holding.looked_up("held")
-    assert holding.starts("held")
+    assert holding.starts("held") == WAITS
+    holding.hold("held")
     scheduler = SimpleNamespace(waiting_queue=[other, held, third])
 
     def admits_all(scheduler: Any) -> tuple[Any, Any]:
@@ -509,7 +500,7 @@ def test_a_load_that_was_promised_for_other_weights_is_not_begun(engine: Engine,
     engine.loads.queue(QueuedLoad("r", *begun, {"kv": indices(2, 8)}, engine.weights.epoch))
     engine.weights.changed()
     before = [plane.clone() for side in engine.memory for plane in side]
-    assert not engine.finish(engine.loads.start(Ready()))
+    assert not engine.loads.finish(engine.loads.start(Ready()))
     assert all(torch.equal(*pair) for pair in zip(before, (p for side in engine.memory for p in side), strict=True))
     eventually(held(server))
 
@@ -542,9 +533,9 @@ def test_a_load_is_submitted_later_if_its_pages_are_not_known_soon_and_so_are_th
         assert submitted == [], "the next batch is submitted after the one before"
     finally:
         may_begin.set()
-    assert engine.finish(late) and engine.finish(following)
+    assert engine.loads.finish(late) and engine.loads.finish(following)
     begun_load(engine, "last", 12)
-    assert engine.finish(engine.loads.start(Ready()))
+    assert engine.loads.finish(engine.loads.start(Ready()))
     assert [name.startswith("kvdock-load") for name in submitted] == [True, True, False]
 
 
@@ -555,50 +546,46 @@ def test_a_load_that_cannot_be_submitted_or_judged_fails_and_ends_no_engine(
         with pytest.MonkeyPatch.context() as broken:
             broken.setattr(engine.worker, method, lambda *given: 1 / 0)
             begun_load(engine, method, 8)
-            assert not engine.finish(engine.loads.start(Ready()))
+            assert not engine.loads.finish(engine.loads.start(Ready()))
             eventually(held(server))
 
 
-class Turn(threading.Event):
-    """SGLang's next turn. `awaited`: somebody waits for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.awaited = threading.Event()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.awaited.set()
-        return super().wait(timeout)
-
-
-def test_a_load_is_reported_in_the_turn_after_its_verdict(
-    engine: Engine, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+def test_a_load_is_told_and_its_pages_are_offered_once_sglang_has_sent_the_tokens(
+    engine: Engine, server: ServerProcess
 ) -> None:
-    """The thread that reports takes the interpreter lock, so it must not run while SGLang sends the first tokens."""
-    monkeypatch.setattr("kvdock.connectors.sglang.loads.LATEST_REPORT_S", PATIENCE_S)
-    turn, reported = Turn(), threading.Event()
-    end_load = engine.worker.end_load
+    """Until then nothing is noted, and no thread takes the interpreter lock to report."""
+    ended, pages = list[str](), begun_load(engine, "r", 8)
+    load_ended = engine.loads._ended
 
-    def noted(loading: Any) -> None:
-        reported.set()
-        end_load(loading)
+    def noted(load: QueuedLoad, ok: bool | None) -> None:
+        ended.append(load.rid)
+        load_ended(load, ok)
 
-    engine.worker.end_load = noted  # type: ignore[method-assign]  # of this worker alone
-    engine.loads._next_turn = turn
-    begun_load(engine, "r", 8)
-    assert engine.loads.finish(engine.loads.start(Ready()))
-    assert turn.awaited.wait(PATIENCE_S) and not reported.is_set()
-    engine.loads.step()
+    engine.loads._ended = noted
+    with engine.loads.afterwards.held():
+        assert engine.loads.finish(engine.loads.start(Ready()))
+        engine.loads.afterwards.run(ended.append, "offered")
+        assert ended == [] and engine.loads._threads.settles.is_idle()
+        assert not held(server)()
+    assert ended == ["r", "offered"]
     eventually(held(server))
-    assert reported.is_set()
+    engine.loads.afterwards.run(ended.append, "at once")
+    assert ended[-1] == "at once" and pages
 
 
-def test_an_engine_that_is_paused_reports_its_loads_all_the_same(
-    engine: Engine, server: ServerProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvdock.connectors.sglang.loads.LATEST_REPORT_S", 0.01)
+def test_a_call_that_fails_afterwards_keeps_no_other_from_running() -> None:
+    afterwards, ran = Afterwards(), list[str]()
+    with pytest.raises(ZeroDivisionError), afterwards.held():
+        afterwards.run(lambda: 1 / 0)
+        afterwards.run(ran.append, "the next")
+    assert ran == ["the next"]
+
+
+def test_what_waits_runs_even_if_the_result_cannot_be_processed(engine: Engine, server: ServerProcess) -> None:
     begun_load(engine, "r", 8)
-    assert engine.loads.finish(engine.loads.start(Ready()))
+    with pytest.raises(ZeroDivisionError), engine.loads.afterwards.held():
+        assert engine.loads.finish(engine.loads.start(Ready()))
+        assert 1 / 0
     eventually(held(server))
 
 
@@ -679,7 +666,7 @@ def run(
         req.prefix_len += found * PAGE
     engine.outcomes.admitted(req, device)
     if begun is not None:
-        assert engine.finish(engine.loads.start(Ready())) is not fails
+        assert engine.loads.finish(engine.loads.start(Ready())) is not fails
     req.output_ids.append(1)
 
 

@@ -298,11 +298,12 @@ class Tree:
         return request
 
     def offers(
-        self, request: Request | None, pages: list[str], parent: str | None, *, at: int = 0, own: int | None = None
+        self, request: Request | None, pages: list[str], parent: str | None, *, at: int = 0, own: int | None = None,
+        has_state: bool = False,
     ) -> bool:
         """`at`: the node's first slot; `own`: the request's, if other ones."""
         with self.fresh.inserting(request), self.fresh.adopting(slots(at if own is None else own, len(pages)), 0):
-            return self.fresh.may_store(pages, parent, slots(at, len(pages)))
+            return self.fresh.may_store(pages, parent, slots(at, len(pages)), has_state=has_state)
 
 
 def test_without_a_change_everything_is_stored() -> None:
@@ -332,6 +333,18 @@ def test_a_fresh_page_that_an_older_request_brings_anew_is_fresh_no_more() -> No
     assert tree.offers(after, ["a"], START)
     assert not tree.offers(before, ["a"], START, at=7)
     assert not tree.offers(after, ["b"], "a")
+
+
+def test_a_state_that_an_older_request_brings_to_fresh_pages_is_not_stored() -> None:
+    """Nor what is computed behind it."""
+    tree = Tree()
+    before = tree.admitted()
+    tree.weights.changed()
+    after = tree.admitted()
+    assert tree.offers(after, ["a", "b"], START)
+    assert tree.offers(after, ["a", "b"], START, own=9, has_state=True)
+    assert not tree.offers(before, ["a", "b"], START, own=9, has_state=True)
+    assert not tree.offers(after, ["c"], "b", at=2)
 
 
 def test_the_next_change_begins_anew_and_a_flush_ends_it() -> None:

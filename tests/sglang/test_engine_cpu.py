@@ -178,6 +178,22 @@ def test_a_hit_of_recurrent_states_ends_where_sglang_has_kept_one(
         assert (tokens_of(again), cached) == (tokens_of(loaded), [512]), "the second has stored what it computed"
 
 
+@pytest.mark.parametrize("ranks", [{}, TP2], ids=["one rank", "two ranks"])
+def test_the_state_at_a_branch_is_stored(
+    ranks: dict[str, Any], models: dict[str, Path], server: ServerProcess
+) -> None:
+    """Two prompts have 448 tokens in common, and the second one's run keeps the state there."""
+    branches = [PROMPTS[2][:450] + prompts_of(seed)[0] for seed in (900, 901, 902)]
+    with Engine(models["states"], server.unix, **ranks) as first, Engine(models["states"], server.unix, **ranks) as one:
+        first.generate(branches[:1])
+        first.drain()
+        first.generate(branches[1:2])
+        first.drain()
+        loaded, cached = one.generate(branches[2:])
+        assert cached == [448]
+        assert tokens_of(loaded) == tokens_of(first.generate(branches[2:])[0])
+
+
 def test_recurrent_states_are_read_once_they_are_there(
     models: dict[str, Path], server: ServerProcess, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ def test_the_linker_conforms_on_a_gpu_and_keeps_in_step_with_the_forward_pass(
         found = run_on_gpu(HERE / "contract.py", make_model(MODELS, "llama", tmp_path), server.unix, large.unix)
     failed = {(kind, name): why for kind, checks in found.items() for name, why in checks.items() if why}
     assert not failed, "\n".join(f"{name}: {why}" for name, why in failed.items())
-    kinds = ("mha", "mla", "sparse", "blocks", "window", "draft", "state")
+    kinds = ("mha", "mla", "sparse", "blocks", "window", "draft", "state", "state and draft", "compressed")
     assert list(found) == [*kinds, "linker", "streams"] and len(found["streams"]) == 3
     assert all(set(found[kind]) == {check.__name__ for check in CHECKS} for kind in kinds)
 

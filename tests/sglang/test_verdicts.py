@@ -84,7 +84,10 @@ def test_a_prompt_of_several_chunks_ends_with_its_load(
     """Its first chunk comes into SGLang's tree before its last one is computed, and what is damaged must not."""
     stored = PROMPTS[2][:450]
     first, second = (PROMPTS[2] + prompts_of(seed)[2] for seed in (7, 8))
-    with Engine(models["llama"], server.unix, **told("DamagedLinker", tmp_path, loop)) as engine:
+    with (
+        Engine(models["llama"], server.unix, **told("DamagedLinker", tmp_path, loop)) as engine,
+        Client(server.unix) as client,
+    ):
         alone, cached = engine.generate([first, second], cache_salt="alone")
         assert cached == [0, 512]
         warmed(engine, [stored])
@@ -92,7 +95,9 @@ def test_a_prompt_of_several_chunks_ends_with_its_load(
         assert (tokens_of(loaded), cached) == (tokens_of(alone[:1]), [448])
         engine.flush()
         (tmp_path / "damage").touch()
+        known = client.status().counters["mismatches"]
         assert has_failed(engine.do("generate", prompts=[second[:450] + second[530:]]))
+        assert comes_true(lambda: client.status().counters["mismatches"] > known), "the server is told after the tokens"
         found, cached = engine.generate([second])
         assert (tokens_of(found), cached) == (tokens_of(alone[1:]), [384]), "the damaged page is nowhere any more"
 

@@ -22,6 +22,7 @@ METRICS: Mapping[str, Metric] = {
     "load_seconds": Metric("seconds", "Duration of a batch's loads, rank 0's."),
     "load_failures": Metric("counter", "Loads that failed after they were promised: SGLang aborts their requests."),
     "loads_given_up": Metric("counter", "Loads that were promised and could not begin: computed instead."),
+    "loads_early": Metric("counter", "Loads that had ended before SGLang admitted their requests."),
     "store_tokens": Metric("counter", "Tokens of which the server has all that SGLang offered, as rank 0 knows."),
     "stores_failed": Metric("counter", "Offers not stored: no room, no answer, or rank 0's copy failed."),
     "stores_outdated": Metric("counter", "Offers not stored, for weights other than those of now had a part in them."),

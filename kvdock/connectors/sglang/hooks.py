@@ -5,10 +5,12 @@
   the parent is unknown, which the protocol allows: chunks are found all the same, and are evicted in a worse order.
 - The admission of a request, and its end (outcomes.py).
 - The request for which SGLang looks up or inserts pages (texts.py), and the tokens of these pages (page_names.py).
+- What all ranks can load. SGLang finds it with tensors, also for a rank that is alone: .1 ms a lookup, and each call of
+  PyTorch passes the interpreter lock to other threads.
 - The KV cache events that SGLang is about to publish (page_names.py).
 - Changes of weights, and the requests and pages of the tree that these concern (updates.py).
 - The results of batches that load, and what becomes of their pages before that (verdicts.py).
-- Requests that arrive, and requests that wait (lookups.py).
+- Requests that arrive, and requests that wait (holding.py).
 
 SGLang expects hooks to be registered while it loads its plugins, before other modules import the methods: plugin.py
 then calls install(). If SGLANG_PLUGINS leaves kvdock's plug-in out, the linker calls install(). updates.py proves that
@@ -25,6 +27,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvdock.connectors.sglang.branches import offer_state
 from kvdock.connectors.sglang.updates import (
     BEGINS,
     CHANGES,
@@ -54,7 +57,8 @@ from kvdock.connectors.sglang.verdicts import (
 )
 
 if TYPE_CHECKING:  # this module is loaded in processes that have no linker
-    from kvdock.connectors.sglang.lookups import Holding
+    from kvdock.connectors.sglang.afterwards import Afterwards
+    from kvdock.connectors.sglang.holding import Holding
     from kvdock.connectors.sglang.page_names import Naming
     from kvdock.connectors.sglang.texts import Texts
 
@@ -65,6 +69,7 @@ TREE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 ADMITS = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 PLANS = "_get_new_batch_prefill_raw"
 QUEUES = "_add_request_to_queue"
+SHARED = "_sync_restorable_prefix"
 
 
 class Hooked(Protocol):
@@ -77,6 +82,7 @@ class Hooked(Protocol):
     guard: Guard
     naming: Naming
     verdicts: Verdicts
+    afterwards: Afterwards
 
     def why_not(self, req: Any) -> str:
         """Why `req` is not looked up, as in Outcome; empty: it is."""
@@ -106,7 +112,7 @@ def install() -> None:
     if _hooked:
         return
     for target, around in (
-        (f"{WRAPPER}._offload_node", _offload_node), (f"{WRAPPER}.match", _match),
+        (f"{WRAPPER}._offload_node", _offload_node), (f"{WRAPPER}.match", _match), (f"{WRAPPER}.{SHARED}", _shared),
         (f"{SCHEDULER}.{QUEUES}", _queue), (ADMITS, _admit), (f"{SCHEDULER}.{PLANS}", _plan),
         (f"{TREE}.{INSERTS}", _checkpoint), (f"{TREE}.insert", _insert), (NAMES_VERSION, _named),
         (f"{TREE}.on_release", _release_kv), (f"{TREE}.release_aborted_request", _abort),
@@ -184,6 +190,13 @@ def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, resul
         return original(wrapper, key, req, result, *more, **how)
 
 
+def _shared(original: Callable[..., int], wrapper: Any, loadable: Sequence[int], *more: Any, **how: Any) -> int:
+    """The most pages that all ranks can load. `loadable`: the numbers of first pages that this rank can load."""
+    if wrapper.cache_linker not in _linkers or wrapper.cache.tp_world_size > 1:
+        return original(wrapper, loadable, *more, **how)
+    return max(loadable, default=0)
+
+
 def _checkpoint(original: Callable[..., Any], cache: Any, req: Any, *more: Any, **how: Any) -> Any:
     linker = _linker_of(cache)
     if linker is None:
@@ -200,7 +213,10 @@ def _insert(original: Callable[..., Any], cache: Any, params: Any, *more: Any, *
     if linker is None:
         return original(cache, params, *more, **how)
     with linker.fresh.adopting(params.value, params.prev_prefix_len), linker.naming.inserting(params.key):
-        return original(cache, params, *more, **how)
+        pending = len(cache.linker.pending_offloads)
+        result = original(cache, params, *more, **how)
+        offer_state(cache, params, result, pending, linker.naming.offering)
+    return result
 
 
 def _linker_of(cache: Any) -> Any:
@@ -213,7 +229,7 @@ def _queue(original: Callable[..., Any], scheduler: Any, req: Any, *more: Any, *
     answer = original(scheduler, req, *more, **how)
     linker = _linker_of(scheduler.tree_cache)
     if linker is not None:
-        from kvdock.connectors.sglang.lookups import arrive
+        from kvdock.connectors.sglang.holding import arrive
 
         arrive(linker.holding, scheduler, req)
     return answer
@@ -223,7 +239,7 @@ def _admit(original: Callable[..., Any], adder: Any, req: Any, *more: Any, **how
     linker = _linker_of(adder.tree_cache)
     if linker is None:
         return original(adder, req, *more, **how)
-    from kvdock.connectors.sglang.lookups import admit
+    from kvdock.connectors.sglang.holding import admit
 
     linker.fresh.admitted(req)
     device_tokens = int(req.prefix_len)
@@ -251,7 +267,7 @@ def _plan(original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) 
     linker = _linker_of(scheduler.tree_cache)
     if linker is None:
         return original(scheduler, *more, **how)
-    from kvdock.connectors.sglang.lookups import next_batch
+    from kvdock.connectors.sglang.holding import next_batch
 
     linker.guard.meet(scheduler)
     linker.verdicts.meet(scheduler, linker.guard.in_force())
@@ -289,9 +305,11 @@ def _ask(original: Callable[..., list[Any]], cache: Any, reqs: Any, *more: Any, 
 
 def _result(original: Callable[..., Any], scheduler: Any, batch: Any, *more: Any, **how: Any) -> Any:
     linker = _linker_of(scheduler.tree_cache)
-    if linker is not None:
+    if linker is None:
+        return original(scheduler, batch, *more, **how)
+    with linker.afterwards.held():
         linker.verdicts.before_result(batch.reqs)
-    return original(scheduler, batch, *more, **how)
+        return original(scheduler, batch, *more, **how)
 
 
 def _next_chunk(original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) -> Any:

@@ -26,6 +26,7 @@ import sglang
 import torch
 from sglang.srt.arg_groups.arg_utils import record_fields
 from sglang.srt.arg_groups.overrides import model_config_of
+from sglang.srt.environ import envs
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 from sglang.srt.mem_cache.utils import get_hash_str
@@ -38,16 +39,19 @@ from kvdock.connectors.packing import with_packing
 from kvdock.connectors.plans import LoadPlan
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment, Identity, ServerEpoch, SessionObserver
+from kvdock.connectors.sglang.afterwards import Afterwards
+from kvdock.connectors.sglang.early import EarlyLoads
 from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.hints import asked_by
+from kvdock.connectors.sglang.holding import Holding
 from kvdock.connectors.sglang.hooks import PLANS, hook_change, register
 from kvdock.connectors.sglang.identity import manifest_of, revision, settings_set, variables_set
 from kvdock.connectors.sglang.loads import LayerCounter, Loads, QueuedLoad, Ready
-from kvdock.connectors.sglang.lookups import Holding
 from kvdock.connectors.sglang.offloads import Offloads
 from kvdock.connectors.sglang.page_names import About, Naming, with_loadable
 from kvdock.connectors.sglang.pools import (
     FULL,
+    STATES,
     KVGroup,
     RankPools,
     divided,
@@ -73,7 +77,7 @@ class KvdockLinker(UnifiedCacheLinker):
     answers and does not accept it. Where kvdock cannot copy on this machine's device, it is an AsideLinker instead."""
 
     def __new__(cls, server_args: Any, params: Any, *, forward_stream: Any = None, **more: Any) -> Any:
-        kvcache, ranks = params.token_to_kv_pool_allocator.get_kvcache(), _ranks_of(params)
+        kvcache, ranks = params.token_to_kv_pool_allocator.get_kvcache(), _ranks_of(server_args, params)
         try:
             Device.named(cls.device_of(kvcache))
         except NoCuda as why:
@@ -93,7 +97,7 @@ class KvdockLinker(UnifiedCacheLinker):
         nonce: Callable[[], str] = lambda: uuid.uuid4().hex[:12], clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`nonce`: a random name; `clock`: a monotonic clock, in seconds; SGLang passes the others."""
-        self._ranks = _ranks_of(params)
+        self._ranks = _ranks_of(server_args, params)
         instance = self._ranks.named(f"sglang-{nonce()}")  # before anything that may be refused on one rank alone
         warn_of_version(sglang.__version__)
         settings, model = Settings.load(extra_config or {}, os.environ), model_config_of(server_args)
@@ -119,17 +123,21 @@ class KvdockLinker(UnifiedCacheLinker):
                 figures=self._figures, clock=clock, has_events=params.enable_kv_cache_events,
                 has_pairs=params.is_eagle,
             )
-        self.holding = Holding(self._ranks, None, speed.step)
-        if self._zero is not None:
-            self.holding = Holding(self._ranks, self._zero.lookups, speed.step, self._zero.outcomes.shows_speed)
+        self.fresh, self.changes = Fresh(self._weights), Changes(self._weights, self._weights_change)
         self._loads = Loads(
             self._rank_pools, self._ranks, self._weights, ended=self._load_ended, took=self._loads_took, clock=clock
         )
+        lookups = self._zero.lookups if self._zero is not None else None
+        # SGLang's test of its own counts of slots, in each step, knows none that belong to no request.
+        least = 0 if envs.SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY.get() else settings.early_load_tokens
+        early = EarlyLoads(self._loads, self._ranks, self.fresh, lookups, self._plan_for, self._ready, least)
+        self.holding = Holding(self._ranks, lookups, speed.step, early=early)
+        if self._zero is not None:
+            self.holding.shows_speed = self._zero.outcomes.shows_speed
         self._offloads = Offloads(self._rank_pools, self._ranks, self._weights, self._figures, self._zero)
         wants_names = self._zero.wants_names if self._zero is not None else lambda: False
         self.naming = Naming(params.page_size, wants_names, has_pairs=params.is_eagle)
         self.texts = Texts(model.vocab_size if getattr(model, "is_multimodal", False) else None)
-        self.fresh, self.changes = Fresh(self._weights), Changes(self._weights, self._weights_change)
         self.guard = Guard(hook_change, PLANS, self.changes.unheard)
         observer = self._zero.observer() if self._zero is not None else SessionObserver()
         start(self._rank_pools.worker.session, self._rank_pools.worker, observer)
@@ -148,6 +156,8 @@ class KvdockLinker(UnifiedCacheLinker):
         dependences = settings_set(args, record_fields(type(args))) | variables_set(os.environ)
         shards, stages = self._ranks.shards, self._ranks.stages
         parts = self._head_parts(groups, model, device) if settings.any_tensor_parallel else None
+        if self._ranks.nodes > 1:
+            dependences["node"] = f"{self._ranks.node} of {self._ranks.nodes}"
         manifest = manifest_of(
             model, sglang.__version__, groups, page_tokens=params.page_size, shards=shards, stages=stages, parts=parts,
             revision=revision(
@@ -180,6 +190,8 @@ class KvdockLinker(UnifiedCacheLinker):
         if all(group.is_latent for group in groups):
             return None
         try:
+            if self._ranks.nodes > 1:
+                raise CannotShareSizes("its ranks are on several nodes")
             return divided(groups, model.get_total_num_kv_heads(), self._ranks.shards, device)
         except CannotShareSizes as why:
             if self._ranks.rank == 0:
@@ -198,38 +210,62 @@ class KvdockLinker(UnifiedCacheLinker):
                 self._zero.lookups.expect(rid, pages, about)
             return []
         self.holding.looked_up(rid)
+        self._early.looked_up(pages)
         if self._zero is not None:
-            promised = self._zero.lookups.ask(rid, pages, about) if may_look_up and self._is_ready() else 0
+            promised = self._promised(self._zero, rid, pages, about) if may_look_up and self._is_ready() else 0
         else:  # in a pipeline, rank 0 knows what the others may do
             promised = len(pages) if may_look_up or self._ranks.stages > 1 else 0
         promised = self._ranks.of_first_stage(promised)
-        if self._ranks.shard > 0:
+        if self._ranks.shard > 0 or (self._ranks.nodes > 1 and self._has_every_length):
             return list(range(1, promised + 1))
         return [promised] if promised else []
+
+    def _promised(self, zero: RankZero, rid: str, pages: Sequence[str], about: About) -> int:
+        """How many of the first pages SGLang may load with the request's batch."""
+        early = self._early
+        if early.has_loaded(rid, len(pages)):
+            return 0
+        found = zero.lookups.ask(rid, pages, about)
+        return 0 if early.takes(self.texts.matched, pages, found) else found
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         by_name = {str(one.name): one for one in transfers}
         pages = list(by_name[FULL].keys)
-        shared: tuple[ServerEpoch, LoadPlan] | None = None
-        started: tuple[Attachment, LoadPlan] | None = None
-        may_load = self._may_share()
-        if self._zero is not None and may_load and self._is_ready():
-            started = self._zero.lookups.begin_load(rid, len(pages))
-            shared = (started[0].epoch, started[1]) if started is not None else None
-        shared = self._ranks.share(shared)
-        if shared is None:
-            return self._give_up(rid, None)
-        session = self._rank_pools.worker.session
-        if started is None and may_load and (attachment := session.attachment_to(shared[0])) is not None:
-            started = attachment, shared[1]
-        if not self._ranks.all_agree(started is not None):
-            return self._give_up(rid, started)
+        may_begin, started = self._agree_on_plan(rid, len(pages))
+        if not may_begin:
+            return False
         if started is None:  # this rank is of a later stage
             self._loads.refuse(rid)
             return True
         indices = {name: one.device_indices for name, one in by_name.items()}
         self._loads.queue(QueuedLoad(rid, *started, indices, self._weights.epoch, pages))
         return True
+
+    def _plan_for(self, rid: str, pages: int) -> tuple[Attachment, LoadPlan] | None:
+        """The plan of a load outside of SGLang's batches, in an engine of one stage. None: some rank cannot load."""
+        return self._agree_on_plan(rid, pages)[1]
+
+    def _agree_on_plan(self, rid: str, pages: int) -> tuple[bool, tuple[Attachment, LoadPlan] | None]:
+        """Whether the load of so many pages may begin, and its plan on this rank; None: this rank takes no part."""
+        shared: tuple[ServerEpoch, LoadPlan] | None = None
+        started: tuple[Attachment, LoadPlan] | None = None
+        may_load = self._may_share()
+        if self._zero is not None and may_load and self._is_ready():
+            started = self._zero.lookups.begin_load(rid, pages)
+            shared = (started[0].epoch, started[1]) if started is not None else None
+        shared = self._ranks.share(shared)
+        if shared is not None and started is None and may_load:
+            attachment = self._rank_pools.worker.session.attachment_to(shared[0])
+            started = (attachment, shared[1]) if attachment is not None else None
+        if not self._ranks.all_agree(started is not None):
+            self._give_up(rid, started)
+            return False, None
+        return True, started
+
+    @property
+    def _has_every_length(self) -> bool:
+        """Whether each beginning of what was found can be loaded: nodes then load what all of them have."""
+        return all(group.transfer == FULL for group in self._rank_pools.groups)
 
     def _is_ready(self) -> bool:
         """Whether rank 0 may promise and store: in a pipeline, all ranks must be able to take part."""
@@ -238,18 +274,26 @@ class KvdockLinker(UnifiedCacheLinker):
             return True
         return attachment is not None and self.verdicts.are_in_force() and notes.all_attached(str(attachment.epoch))
 
-    def _give_up(self, rid: str, started: tuple[Attachment, LoadPlan] | None) -> bool:
+    def _give_up(self, rid: str, started: tuple[Attachment, LoadPlan] | None) -> None:
         """Some rank cannot load, so no rank loads, and SGLang computes the pages."""
         self._figures.add("loads_given_up")
         if started is not None:
             self._loads.give_up(*started)
             if self._zero is not None:
                 self._zero.lookups.loaded(rid, None)
-        return False
+
+    @property
+    def _early(self) -> EarlyLoads:
+        assert self.holding.early is not None
+        return self.holding.early
 
     @property
     def verdicts(self) -> Verdicts:
         return self._loads.verdicts
+
+    @property
+    def afterwards(self) -> Afterwards:
+        return self._loads.afterwards
 
     @property
     def layer_done_counter(self) -> LayerCounter:
@@ -270,7 +314,10 @@ class KvdockLinker(UnifiedCacheLinker):
         self._zero.load_ended(load, ok)
         if ok is not None:
             tokens = len(load.pages) * self._rank_pools.page_tokens
-            self._figures.add("load_tokens" if ok else "load_failures", tokens if ok else 1)
+            failed = "loads_given_up" if load.is_early else "load_failures"
+            self._figures.add("load_tokens" if ok else failed, tokens if ok else 1)
+            if load.is_early and ok:
+                self._figures.add("loads_early")
 
     def _loads_took(self, batch_s: float, copies: Sequence[tuple[int, float]]) -> None:
         self._figures.add("load_seconds", batch_s)
@@ -288,19 +335,25 @@ class KvdockLinker(UnifiedCacheLinker):
         may_store = self._may_share() and self.texts.may_store(inserts) and asked_by(inserts).store
         if self._zero is not None:
             full = by_name[FULL]
-            may_store = self.fresh.may_store(full.keys, self.naming.parent, full.device_indices) and may_store
+            is_fresh = self.fresh.may_store(
+                full.keys, self.naming.parent, full.device_indices, has_state=STATES in by_name
+            )
+            may_store = is_fresh and may_store
             may_store = may_store and self._is_ready()
-        self._offloads.offer(
-            by_name[FULL].keys, self.naming.parent, {name: one.device_indices for name, one in by_name.items()},
-            {name: len(one.keys) for name, one in by_name.items()}, self._ready().wait, may_store=may_store,
-            about=About(self.naming.offered, traceparent_of(inserts)),
-        )
+        about = About(self.naming.offered, traceparent_of(inserts))
+        self.afterwards.run(self._offer, by_name, self.naming.parent, may_store, about)
         return True
+
+    def _offer(self, by_name: dict[str, PoolTransfer], parent: str | None, may_store: bool, about: About) -> None:
+        self._offloads.offer(
+            by_name[FULL].keys, parent, {name: one.device_indices for name, one in by_name.items()},
+            {name: len(one.keys) for name, one in by_name.items()}, self._ready().wait, may_store=may_store,
+            about=about,
+        )
 
     def num_completed_offloads(self) -> int:
         """SGLang calls this in each iteration of its loop."""
         self._ranks.step()
-        self._loads.step()
         if self._ranks.notes is not None:
             attachment = self._rank_pools.worker.session.attachment
             may_take_part = self._may_share() or not self.guard.has_met
@@ -341,17 +394,22 @@ class KvdockLinker(UnifiedCacheLinker):
 
     def admitted(self, req: Any, device_tokens: int) -> None:
         """See Hooked, as for the next two."""
+        early = self._early.admitted(str(req.rid))
         if self._zero is not None:
-            self._zero.outcomes.admitted(req, device_tokens, self.why_not(req))
+            self._zero.outcomes.admitted(req, device_tokens, self.why_not(req), early)
 
     def released(self, req: Any) -> None:
         if self._zero is not None:
-            self._zero.lookups.ended(str(req.rid))
-            self._zero.outcomes.released(req)
-            if not self.texts.why_not(req) and (call := self._zero.preferences_of(req)) is not None:
-                self._offloads.then(call)
+            self.afterwards.run(self._released, self._zero, req)
+
+    def _released(self, zero: RankZero, req: Any) -> None:
+        zero.lookups.ended(str(req.rid))
+        zero.outcomes.released(req)
+        if not self.texts.why_not(req) and (call := zero.preferences_of(req)) is not None:
+            self._offloads.then(call)
 
     def aborted(self, rid: str) -> None:
+        self._early.forget(rid)
         if self._zero is not None:
             self._zero.lookups.drop(rid)
             self._zero.lookups.ended(rid)
@@ -380,6 +438,7 @@ class KvdockLinker(UnifiedCacheLinker):
         """SGLang empties its cache (/flush_cache). The chunks at the server stay, because that call is about this
         engine's memory."""
         self._loads.reset()
+        self._early.reset()
         self._offloads.reset()
         if self._zero is not None:
             self._zero.lookups.reset()
@@ -397,11 +456,21 @@ class KvdockLinker(UnifiedCacheLinker):
         self._rank_pools.worker.session.client.close()
 
 
-def _ranks_of(params: Any) -> Ranks:
+def _ranks_of(args: Any, params: Any) -> Ranks:
     """The ranks of an engine, which have one linker each."""
-    return Ranks(
-        params.attn_tp_cache_group or params.tp_cache_group, params.pp_cache_group if params.pp_size > 1 else None
-    )
+    group, pipeline = params.attn_tp_cache_group or params.tp_cache_group, params.pp_cache_group
+    return Ranks(group, pipeline if params.pp_size > 1 else None, _nodes_of(group, args) if params.pp_size == 1 else 1)
+
+
+def _nodes_of(group: Any, args: Any) -> int:
+    """Over how many nodes the ranks of a group are spread: SGLang gives each node equally many ranks, in their
+    order."""
+    import torch.distributed as distributed
+
+    if group is None or args.nnodes == 1:
+        return 1
+    of_node = distributed.get_world_size() // args.nnodes
+    return len({rank // of_node for rank in distributed.get_process_group_ranks(group)})
 
 
 def _compile_hash(page_tokens: int) -> None:
@@ -482,7 +551,7 @@ class KvdockLinkerOrNone(AsideLinker):
             log.error("kvdock stands aside, and SGLang runs as without it: %s", why)
         except Exception:  # whatever the constructor meets in a SGLang that it does not know
             log.exception("kvdock stands aside, and SGLang runs as without it: the engine is not as kvdock knows it")
-        if _ranks_of(params).all_agree_at_start(linker is not None):
+        if _ranks_of(server_args, params).all_agree_at_start(linker is not None):
             return linker
         if linker is not None:
             linker.close()

@@ -2,7 +2,7 @@
 
     load ──► queue ──► start ──► submit ──► copies ──────────────────► │
                          └► batch ◄── wait_until(layer) …… forward …… finish
-                                          next turn of SGLang's loop ──► "kvdock-settle": reports to the server
+                                         SGLang has sent the tokens ──► "kvdock-settle": reports to the server
 
 SGLang's scheduler thread does all of it but the reports. Another thread of Python would need the interpreter lock while
 SGLang launches the forward pass: it could wait 5 ms for it (Python's switch interval), and then SGLang's thread would
@@ -22,7 +22,6 @@ ended (W1 in docs/understand/lifetime_protocol.md).
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ from kvdock.connectors.background import Background
 from kvdock.connectors.plans import LoadPlan, Pieces
 from kvdock.connectors.running_weights import RunningWeights
 from kvdock.connectors.session import Attachment
+from kvdock.connectors.sglang.afterwards import Afterwards
 from kvdock.connectors.sglang.pools import KVGroup, RankPools
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.stages import Notes
@@ -46,9 +46,10 @@ log = logging.getLogger("kvdock.sglang")
 @dataclass
 class QueuedLoad:
     """`indices`: SGLang's indices of the memory to fill, by the name of the transfer; `epoch`: the epoch of the weights
-    for which the load was promised; `pages`: the hashes of the pages to load. Once it has ended, `took_s`: the seconds
-    that its batch's loads took, to submit and to copy them; `copy_s`: those of its own copies on this rank, None: not
-    known.
+    for which the load was promised; `pages`: the hashes of the pages to load; `is_early`: no batch of SGLang's has it
+    (early.py). Once it has ended, `took_s`: the seconds that its batch's loads took, to submit and to copy them;
+    `copy_s`: those of its own copies on this rank, None: not known. `blocks`: by KV group, the ids of the blocks to
+    fill, once the GPU has computed them; None: the group is not loaded.
     """
 
     rid: str
@@ -57,6 +58,8 @@ class QueuedLoad:
     indices: Mapping[str, Any]
     epoch: int
     pages: Sequence[str] = ()
+    is_early: bool = False
+    blocks: Sequence[Any] = ()
     took_s: float = 0.0
     copy_s: float | None = None
 
@@ -89,7 +92,7 @@ class _Threads(NamedTuple):
 
 
 class Ready(NamedTuple):
-    """Whether the GPU has computed the indices of pages. `wait`: waits until it has."""
+    """Whether the GPU has computed the ids of blocks. `wait`: waits until it has."""
 
     has_come: Callable[[], bool] = lambda: True
     wait: Callable[[], object] = lambda: None
@@ -104,7 +107,6 @@ class Ready(NamedTuple):
 
 
 SOON_S = 200e-6
-LATEST_REPORT_S = 1.0
 START = -1
 """Used in place of a layer for the time before the forward pass starts."""
 
@@ -150,7 +152,7 @@ class LayerCounter:
 class Loads:
     """`ended`: called with each load, and whether all loads of its batch are complete on all ranks; None: the load was
     cancelled. `took`: called for a complete batch, with the seconds that its loads took, and (tokens, seconds of the
-    copies) of each load. `clock`: a monotonic clock, in seconds."""
+    copies) of each load. Both wait in `afterwards`. `clock`: a monotonic clock, in seconds."""
 
     def __init__(
         self, pools: RankPools, ranks: Ranks, weights: RunningWeights, *,
@@ -158,8 +160,8 @@ class Loads:
         took: Callable[[float, Sequence[tuple[int, float]]], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._pools, self._ranks, self._weights = pools, ranks, weights
-        self._ended, self._took, self._clock = ended, took, clock
+        self.pools, self._ranks, self.weights = pools, ranks, weights
+        self._ended, self._took, self._clock, self.afterwards = ended, took, clock, Afterwards()
         groups = pools.groups
         count = 1 + max(layer for group in groups if not group.is_draft for layer in group.planes)
         self._layers = Layers([waits(group, count) for group in groups], VERIFIED_BEFORE)
@@ -169,13 +171,19 @@ class Loads:
         self._queued: dict[str, QueuedLoad | None] = {}
         """None: this rank takes no part in the load."""
         self._batches: dict[int, _Batch] = {}
-        self._next_turn = threading.Event()
-        """Set when SGLang begins its next turn."""
         self._started = -1
         self._watched = -1
 
     def queue(self, load: QueuedLoad) -> None:
+        """The ids of blocks begin their way from the GPU here, so that start() need not wait for them."""
+        self._read_blocks(load)
         self._queued[load.rid] = load
+
+    def _read_blocks(self, load: QueuedLoad) -> None:
+        load.blocks = [
+            group.pages_soon(load.indices[group.transfer]) if group.transfer in load.indices else None
+            for group in self.pools.groups
+        ]
 
     def refuse(self, rid: str) -> None:
         """The first stage has begun a load in which this rank cannot take part: the loads of its batch fail."""
@@ -200,8 +208,8 @@ class Loads:
         if not self._queued:
             return -1
         self._started += 1
-        loads, now = tuple(load for load in self._queued.values() if load is not None), self._weights
-        is_outdated = not now.may_share or any(load.epoch != now.epoch for load in loads)
+        loads = tuple(load for load in self._queued.values() if load is not None)
+        is_outdated = self.are_outdated(loads)
         if is_outdated:
             log.warning("%s loads were promised for other weights than those of now: their requests end", len(loads))
         if refused := len(self._queued) - len(loads):
@@ -217,24 +225,50 @@ class Loads:
             self._threads.notes.run(self._note, batch, notes)
         return self._started
 
+    def start_early(self, load: QueuedLoad, ready: Callable[[], Ready]) -> int:
+        """Starts a load that no batch of SGLang's waits for. `ready`: of what the GPU computes by now. Returns the
+        load's number, for has_ended() and finish()."""
+        self._read_blocks(load)
+        self._started += 1
+        batch = _Batch((load,), self._started, self.are_outdated([load]), self._clock())
+        self._batches[self._started] = batch
+        self._threads.submits.run(self._submit, batch, ready())
+        return self._started
+
+    def has_ended(self, index: int) -> bool:
+        """Whether the copies of a batch have ended here."""
+        submitted = self._batches[index].submitted
+        return submitted.done() and all(loading.done() for loading in submitted.result())
+
+    def are_outdated(self, loads: Sequence[QueuedLoad]) -> bool:
+        """Whether the weights have changed, or are changing, since a load was promised."""
+        return not self.weights.may_share or any(load.epoch != self.weights.epoch for load in loads)
+
     def _may_submit_now(self, batch: _Batch, ready: Ready) -> bool:
         """Whether SGLang's thread would wait for nothing: neither for another thread, nor a server, nor long for the
         GPU."""
         others = [one.submitted.done() for one in self._batches.values() if one is not batch]
-        are_mapped = (self._pools.worker.maps(load.attachment, load.plan) for load in batch.loads)
+        are_mapped = (self.pools.worker.maps(load.attachment, load.plan) for load in batch.loads)
         return all(others) and all(are_mapped) and ready.comes_soon(self._clock)
 
     def finish(self, index: int) -> bool:
-        """Waits for a batch. Returns whether all its loads are complete on all ranks."""
+        """Waits for a batch. Returns whether all its loads are complete on all ranks. An early load is not if the
+        weights have changed meanwhile."""
         batch = self._batches.pop(index, None)
         if batch is None:
             return True
+        if any(load.is_early for load in batch.loads):
+            batch.is_outdated |= self.are_outdated(batch.loads)
         loadings, notes = batch.submitted.result(), self._ranks.notes
         landed = (
             self._ranks.all_agree(self._have_landed(batch, loadings)) if notes is None else notes.all_landed(index)
         )
-        self._threads.settles.run(self._settle_later, self._next_turn, batch, loadings)
-        took_s = batch.took_s(loadings, self._clock())
+        self.afterwards.run(self._tell, batch, loadings, landed, self._clock())
+        return landed
+
+    def _tell(self, batch: _Batch, loadings: Sequence[Loading], landed: bool, ended_s: float) -> None:
+        """The batch has ended at `ended_s`."""
+        took_s = batch.took_s(loadings, ended_s)
         for load, loading in zip(batch.loads, loadings, strict=False):  # none is copied if it is outdated
             load.copy_s = loading.took_s()
         if landed:
@@ -242,12 +276,7 @@ class Loads:
         for load in batch.loads:
             load.took_s = took_s
             self._ended(load, landed)
-        return landed
-
-    def step(self) -> None:
-        """SGLang begins a turn of its loop: it has sent the tokens of the batches that had ended before."""
-        self._next_turn.set()
-        self._next_turn = threading.Event()
+        self._threads.settles.run(self._settle, batch, loadings)
 
     def reset(self) -> None:
         """Waits for loads that have started and gives up the others."""
@@ -255,7 +284,6 @@ class Loads:
             self.cancel(rid)
         for index in list(self._batches):
             self.finish(index)
-        self.step()
         self.verdicts.forget()
         self.counter.set_consumer(-1)
 
@@ -270,7 +298,6 @@ class Loads:
                 self._have_landed(batch, loadings)
             self._threads.settles.run(self._settle, batch, loadings)
         self._batches.clear()
-        self.step()
         self._threads.settles.close()
 
     # ------------------------------------------------------------------ the forward pass
@@ -279,24 +306,25 @@ class Loads:
         batch = self._batches.get(index)
         if batch is None:
             return
-        if self._pools.stream is None:
+        if self.pools.stream is None:
             for loading in batch.submitted.result():
                 loading.wait(None)  # finish() returns the verdict
             return
         if self._watched != index:
             self._layers.watch(batch.submitted.result())
             self._watched = index
-        self._layers.order(str(layer), self._pools.stream())
+        self._layers.order(str(layer), self.pools.stream())
 
     # ------------------------------------------------------------------ copies
 
     def _submit(self, batch: _Batch, ready: Ready) -> None:
         """Submits the copies. A load that cannot be submitted fails, whatever the cause, and those after it."""
-        loadings, bands = list[Loading](), self._layers.bands if self._pools.stream is not None else None
+        has_bands = self.pools.stream is not None and not any(load.is_early for load in batch.loads)
+        loadings, bands = list[Loading](), self._layers.bands if has_bands else None
         try:
             ready.wait()
             for load in () if batch.is_outdated else batch.loads:
-                loadings.append(self._pools.worker.submit_load(load.attachment, self._placed(load), bands))
+                loadings.append(self.pools.worker.submit_load(load.attachment, self._placed(load), bands))
         except Exception:  # it must not end SGLang's thread
             log.exception("a load was not submitted")
         finally:
@@ -312,7 +340,7 @@ class Loads:
         try:
             for loading in loadings:
                 loading.wait(None)  # before any verdict: after a bad one SGLang gives the pages to others
-            valid = [self._pools.worker.finish_load(loading) for loading in loadings]
+            valid = [self.pools.worker.finish_load(loading) for loading in loadings]
         except Exception:  # it must not end SGLang's thread
             log.exception("a load has no verdict")
             return False
@@ -320,40 +348,31 @@ class Loads:
 
     def _placed(self, load: QueuedLoad) -> LoadPlan:
         """The plan with block ids of SGLang's pages in place of the numbers of the load's pages."""
-        plan, count = load.plan, _tokens(load) // self._pools.page_tokens
-        pages = [
-            array("q", about.pages_of(load.indices[about.transfer]) if about.transfer in load.indices else ())
-            for about in self._pools.groups
-        ]
+        plan, count = load.plan, _tokens(load) // self.pools.page_tokens
+        pages = [array("q", ids.tolist() if ids is not None else ()) for ids in load.blocks]
         return replace(plan, pieces=Pieces(plan.arrays.placed(pages, count)))
 
     # ------------------------------------------------------------------ background
-
-    def _settle_later(self, next_turn: threading.Event, batch: _Batch, loadings: Sequence[Loading]) -> None:
-        """Reports in the next turn of SGLang's loop: this thread would delay the tokens of the batch, by taking the
-        interpreter lock. Not much later, because a paused engine has no next turn for long."""
-        next_turn.wait(LATEST_REPORT_S)
-        self._settle(batch, loadings)
 
     def _settle(self, batch: _Batch, loadings: Sequence[Loading]) -> None:
         """Reports the end of the loads to the server. A thread of its own does it, because a server that does not
         answer must not delay the next loads."""
         for loading in loadings:
-            self._pools.worker.end_load(loading)
+            self.pools.worker.end_load(loading)
         for load in batch.loads[len(loadings) :]:
             self._release(load.attachment, load.plan)
         for load in batch.loads:
-            self._pools.worker.settle(load.attachment)
+            self.pools.worker.settle(load.attachment)
             load.attachment.release()
 
     def _give_back(self, attachment: Attachment, plan: LoadPlan) -> None:
         self._release(attachment, plan)
-        self._pools.worker.settle(attachment)
+        self.pools.worker.settle(attachment)
         attachment.release()
 
     def _release(self, attachment: Attachment, plan: LoadPlan) -> None:
-        session = self._pools.worker.session
-        session.client.release_later(plan.lease, attachment.session, self._pools.worker.ranks)
+        session = self.pools.worker.session
+        session.client.release_later(plan.lease, attachment.session, self.pools.worker.ranks)
 
 
 def _tokens(load: QueuedLoad) -> int:

@@ -5,7 +5,7 @@ verification are there when SGLang first tries to admit it.
 
 SGLang looks up the tail of a prompt: the pages behind those on its device, by their hashes. It looks the tail up again
 in every round in which it tries to admit the request. If it admits the request, it computes the pages that were not
-promised. So a request may be held back (lookups.py) until the server has answered, until the found pages are hashed,
+promised. So a request may be held back (holding.py) until the server has answered, until the found pages are hashed,
 and until lower tiers have loaded (kvdock/connectors/waits.py). SGLang aborts a request whose promised load fails, so
 only verified pages are promised.
 
@@ -24,13 +24,11 @@ Threads: SGLang's scheduler thread calls everything; threads of the scheduler co
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from kvdock.connectors.announcer import ChunkOf, NameOf
 from kvdock.connectors.interface import Hit, Pending
@@ -41,7 +39,6 @@ from kvdock.connectors.scheduler import SchedulerConnector
 from kvdock.connectors.session import Attachment
 from kvdock.connectors.sglang.figures import Figures
 from kvdock.connectors.sglang.page_names import NOTHING, About
-from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.updates import START, UNKNOWN
 from kvdock.protocol.keys import UNKNOWN_PARENT, HashedChain, tagged
 
@@ -80,13 +77,15 @@ class _Asked:
 class Answered:
     """What a request's last lookup has come to when SGLang admits the request. `local_tokens`: the tokens of the looked
     up pages that the device has by now; `found_tokens`: those of the first pages that the server had; `why`: why fewer
-    were promised, as in Outcome; `load_bytes`: what the load copies, over all ranks."""
+    were promised, as in Outcome; `load_bytes`: what the load copies, over all ranks; `missing_pages`: how many of the
+    last pages that were looked up the server did not have; -1: it is to be asked for them again."""
 
     name: str
     local_tokens: int
     found_tokens: int
     why: str
     load_bytes: int
+    missing_pages: int
 
 
 class Chains:
@@ -252,8 +251,9 @@ class PageLookups:
             self._computes(rid, asked.name)
         elif begins:
             self._finish(asked.name)
-        size = self._page_tokens
-        return Answered(asked.name, asked.local * size, asked.found * size, asked.why, asked.load_bytes)
+        size, once = self._page_tokens, self._connector.lookups.waits.once
+        missing = len(asked.pages) - asked.found if once is None else -1
+        return Answered(asked.name, asked.local * size, asked.found * size, asked.why, asked.load_bytes, missing)
 
     def _computes(self, rid: str, name: str) -> None:
         """The request computes what it does not load, as its question has promised."""
@@ -341,118 +341,3 @@ class PageLookups:
     def _finish(self, name: str) -> None:
         self._connector.finished(name)
         self._chains.forget(name)
-
-
-# --------------------------------------------------------------------------- requests held back
-
-# Holds requests back while more may be promised soon (lookups.py decides for what they wait, and how long).
-#
-# When SGLang admits a request, it computes all pages that the linker has not promised, and a linker cannot answer
-# "later". So a request that waits is left in SGLang's queue, by two of SGLang's own plugin hooks (sglang.srt.plugins):
-#
-#     SGLang has looked a request up and is about to admit it ──► `admit` answers: not now
-#     SGLang plans a batch while the request still waits ──► `next_batch` takes it out of the queue while it waits
-#
-# Once the request waits no longer, SGLang finds it in the queue and looks it up again. SGLang admits other requests
-# meanwhile.
-#
-# Invariant: all ranks hold the same requests. Rank 0 knows which requests wait. It reports them to the others whenever
-# a batch is planned while a request is held, and for each request that was looked up and was promised nothing.
-
-IDLE_S = 0.001
-"""How many seconds an engine that only waits sleeps between two rounds."""
-
-
-class Holding:
-    """`lookups`: rank 0's; None in other ranks. `planned`: called with the number of prompt tokens that a planned step
-    computes, or 0 if the step does not show how fast the engine computes prompts. `shows_speed`: whether a request of
-    the step does.
-    """
-
-    def __init__(
-        self, ranks: Ranks, lookups: PageLookups | None, planned: Callable[[int], None],
-        shows_speed: Callable[[Any], bool] = lambda req: True,
-    ) -> None:
-        self._ranks, self._lookups, self.planned, self.shows_speed = ranks, lookups, planned, shows_speed
-        self.arrives = False
-        """Whether SGLang looks up a request that has arrived, and does not try to admit it."""
-        self._looked_up: str | None = None
-        self._held: frozenset[str] = frozenset()
-
-    def looked_up(self, rid: str) -> None:
-        """SGLang has looked a request up, and decides next whether it admits it."""
-        self._looked_up = rid
-
-    def starts(self, rid: str) -> bool:
-        """Whether a request that SGLang would admit is held back from now on. None of its pages is promised."""
-        was_looked_up, self._looked_up = self._looked_up == rid, None
-        if not was_looked_up:
-            return False
-        waits = self._ranks.all_agree(self._lookups is None or self._lookups.waits(rid, anew=False))
-        if waits:
-            self._held |= {rid}
-        return waits
-
-    def held(self, queue: Iterable[str]) -> frozenset[str]:
-        """The requests that are held back and still wait. `queue`: all requests that SGLang has not admitted."""
-        if self._held:
-            before, waiting, lookups = self._held, self._held.intersection(queue), self._lookups
-            if lookups is not None:
-                for ended in before - waiting:
-                    lookups.drop(ended)
-                waiting = frozenset(rid for rid in waiting if lookups.waits(rid, anew=True))
-            self._held = self._ranks.share(waiting)
-        return self._held
-
-
-def arrive(holding: Holding, scheduler: Any, req: Any) -> None:
-    """A request has come into SGLang's queue: looks it up as SGLang does before it admits it. All ranks do, because
-    that changes SGLang's tree. Requests of sessions are left out: parts of their KV are in no tree."""
-    queue = scheduler.waiting_queue
-    if not queue or queue[-1] is not req or req.session is not None or req.is_retracted or req.to_finish is not None:
-        return
-    holding.arrives = True
-    try:
-        req.init_next_round_input(scheduler.tree_cache, cow_mamba=False)
-    finally:
-        holding.arrives = False
-
-
-def admit(holding: Holding, original: Callable[..., Any], adder: Any, req: Any, *more: Any, **how: Any) -> Any:
-    """The hook around PrefillAdder.add_one_req. When a request is held back, SGLang goes on to the next one. With
-    recurrent states it ends the round instead, because the request has a slot for its state by now, and SGLang frees
-    the slot only at the end of a round. A request for which SGLang has preempted others is not held back."""
-    if req.host_hit_length > 0 or adder.preempt_list or not holding.starts(req.rid):
-        return original(adder, req, *more, **how)
-    from sglang.srt.managers.schedule_policy import AddReqResult
-
-    return AddReqResult.OTHER if adder.tree_cache.supports_mamba() else AddReqResult.CONTINUE
-
-
-def next_batch(holding: Holding, original: Callable[..., Any], scheduler: Any, *more: Any, **how: Any) -> Any:
-    """The hook around Scheduler._get_new_batch_prefill_raw."""
-    queue = scheduler.waiting_queue
-    held = holding.held(req.rid for req in queue)
-    if held:
-        scheduler.waiting_queue = [req for req in queue if req.rid not in held]
-    try:
-        batch, running = original(scheduler, *more, **how)
-    finally:
-        if held:
-            scheduler.waiting_queue = put_back(queue, held, scheduler.waiting_queue)
-    computes = batch is not None and batch.hicache_consumer_index < 0  # the time of a batch with loads does not count
-    if computes:
-        decode = {id(req) for req in getattr(batch, "decoding_reqs", None) or ()}
-        computes = any(holding.shows_speed(req) for req in batch.reqs if id(req) not in decode)
-    holding.planned(batch.extend_num_tokens if computes else 0)
-    if held and batch is None and running.is_empty() and not scheduler.require_mlp_sync:  # nothing to compute
-        time.sleep(IDLE_S)  # releases the GIL to the threads that ask and hash
-    return batch, running
-
-
-def put_back(queue: list[Any], held: Collection[str], left: list[Any]) -> list[Any]:
-    """Returns the queue after SGLang has used it without `held`: the requests in `left`, which SGLang has left in it,
-    and those in `held` at their old places. Requests that SGLang has added come last."""
-    stayed = {id(req) for req in left}
-    old = {id(req) for req in queue}
-    return [req for req in queue if req.rid in held or id(req) in stayed] + [req for req in left if id(req) not in old]

@@ -268,7 +268,7 @@ class Offloads:
                 offer.plans = self._attached(orders) if takes_part else []
                 offer.takes_part = len(offer.plans) == len(orders)
                 offer.reserved.set_result(ok)
-            if not orders or self._ranks.stages > 1 or self._ranks.all_agree(len(offer.plans) == len(orders)):
+            if not orders or self._ranks.stages > 1 or self._ranks.node_agrees(len(offer.plans) == len(orders)):
                 self._writing.run(self._write, offer)
                 continue
             for attachment, plan in offer.plans:  # a rank does not take part: no rank writes

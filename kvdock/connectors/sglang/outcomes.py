@@ -22,6 +22,7 @@ import msgspec
 
 from kvdock.connectors.cost import PrefillSpeed
 from kvdock.connectors.outcomes import RequestOutcomes
+from kvdock.connectors.sglang.early import Landed
 from kvdock.connectors.sglang.lookups import PageLookups
 from kvdock.protocol.outcomes import Outcome
 
@@ -55,11 +56,13 @@ class PageOutcomes:
         self._outcomes = RequestOutcomes(self._named, speed, clock)
         self._admitted: OrderedDict[str, _Admitted] = OrderedDict()
 
-    def admitted(self, req: Any, device_tokens: int, why: str = "") -> None:
+    def admitted(self, req: Any, device_tokens: int, why: str = "", early: Landed | None = None) -> None:
         """SGLang has admitted `req`, its Req. `device_tokens`: how many of its tokens the device had before. `why`: why
-        it was not looked up, as in Outcome."""
-        rid, loaded = str(req.rid), int(req.prefix_len) - device_tokens
-        asked = self._lookups.admitted(rid)
+        it was not looked up, as in Outcome. `early`: what was loaded of it before, which counts as loaded now."""
+        rid, asked = str(req.rid), self._lookups.admitted(str(req.rid))
+        if early is not None and early.answered is not None:
+            asked, device_tokens = early.answered, max(0, device_tokens - early.tokens)
+        loaded = int(req.prefix_len) - device_tokens
         if rid not in self._admitted:
             if req.retraction_count or rid.startswith(HEALTH_CHECK):
                 return  # its outcome was reported when it was given up; health checks are nobody's requests
@@ -79,6 +82,8 @@ class PageOutcomes:
         self._outcomes.admitted(rid, loaded)
         if asked is not None and loaded:
             self._outcomes.loading(rid, asked.load_bytes)
+        if early is not None:
+            self._outcomes.loaded(rid, early.copy_s, early.took_s)
 
     def load_ended(self, rid: str, ok: bool, took_s: float, copy_s: float | None) -> None:
         """`ok` False: SGLang aborts the request. `took_s`: the seconds from the start of its batch's loads to their

@@ -68,13 +68,17 @@ class KVGroup:
 
     def pages_of(self, indices: Any) -> list[int]:
         """The ids of the blocks that SGLang's indices name. Waits for the GPU if the indices are on it."""
-        flat = indices.reshape(-1)
-        if self.has_slots:
-            slots: list[int] = flat.tolist()
-            return slots
-        size = self.layout.block_tokens
-        pages: list[int] = (flat.reshape(-1, size)[:, 0] // size).tolist()
+        pages: list[int] = self._ids(indices).tolist()
         return pages
+
+    def pages_soon(self, indices: Any) -> Any:
+        """The same as an int64 tensor in host memory. If the indices are on a GPU, it has its values once the present
+        work of the current stream has ended."""
+        return self._ids(indices).to("cpu", non_blocking=True)
+
+    def _ids(self, indices: Any) -> Any:
+        flat, size = indices.reshape(-1), self.layout.block_tokens
+        return flat if self.has_slots else flat.reshape(-1, size)[:, 0] // size
 
 
 def divided(groups: Sequence[KVGroup], heads: int, ranks: int, device: str) -> HeadParts:

@@ -150,7 +150,7 @@ class RankZero:
     def load_ended(self, load: QueuedLoad, ok: bool | None) -> None:
         """A load has ended. `ok`: whether it is complete; None: it was cancelled."""
         self.lookups.loaded(load.rid, ok)
-        if ok is not None:
+        if ok is not None and not load.is_early:
             self.outcomes.load_ended(load.rid, ok, load.took_s, load.copy_s)
         session = load.attachment.session
         if ok:  # each rank has hashed its own parts during the load

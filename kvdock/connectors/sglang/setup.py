@@ -34,6 +34,7 @@ class Settings(EngineSettings):
 
     RANGES: ClassVar[Mapping[str, tuple[float, float]]] = {
         **EngineSettings.RANGES, "verify_wait_s": (0.0, MOST_TIER_WAIT_S), "trust_s": (0.0, math.inf),
+        "early_load_tokens": (0, math.inf),
     }
 
     verify_wait_s: float = 2.0
@@ -42,6 +43,9 @@ class Settings(EngineSettings):
     trust_s: float = 600.0
     """Pages whose hashes were right within this time are promised without being hashed again; 0: every page is hashed
     for every lookup."""
+    early_load_tokens: int = 0
+    """While requests run, a hit of at least so many tokens is loaded before SGLang admits its request (early.py); 0:
+    none is. On an H200 this spared running requests nothing, since a load overlaps its own batch (bench/LOG.md)."""
 
     @classmethod
     def load(cls, extra: Mapping[str, object], environ: Mapping[str, str]) -> Settings:
@@ -61,7 +65,7 @@ def refuse_what_is_not_supported(args: Any, params: Any, model: Any, components:
     for what, found in (
         ("context parallelism of attention", params.attn_cp_size),
         ("context parallelism of decoding", getattr(args, "dcp_size", 1) or 1),
-        ("several nodes", getattr(args, "nnodes", 1)),
+        ("pipelines over several nodes", getattr(args, "nnodes", 1) if params.pp_size > 1 else 1),
     ):
         if found > 1:
             raise NotSupportedError(f"kvdock does not serve {what} under SGLang: found {found}, and 1 is wanted.")

@@ -363,15 +363,15 @@ class Fresh:
         finally:
             self._own = before
 
-    def may_store(self, pages: Sequence[str], parent: str | None, slots: Any) -> bool:
+    def may_store(self, pages: Sequence[str], parent: str | None, slots: Any, *, has_state: bool = False) -> bool:
         """Whether all offered pages belong to the present weights. `pages`: their hashes; `parent`: see Hooked;
-        `slots`: those of the pages' tokens."""
+        `slots`: those of the pages' tokens; `has_state`: the recurrent state behind the pages is offered, too."""
         if not self._weights.is_stale:
             return True
         if self._epoch != self._weights.epoch:
             self._pages.clear()
             self._epoch = self._weights.epoch
-        if not self._is_fresh(pages, parent, slots):
+        if not self._is_fresh(pages, parent, slots, has_state):
             for page in pages:
                 self._pages.pop(page, None)
             return False
@@ -380,15 +380,15 @@ class Fresh:
             self._pages.popitem(last=False)
         return True
 
-    def _is_fresh(self, pages: Sequence[str], parent: str | None, slots: Any) -> bool:
+    def _is_fresh(self, pages: Sequence[str], parent: str | None, slots: Any, has_state: bool) -> bool:
         if parent != START and parent not in self._pages:
             return False
         if self._own is None or self.inserts is None:
             return False
-        is_own = _among(slots, self._own)
-        if not is_own.any():
-            return all(page in self._pages for page in pages)  # offered once more
-        return bool(is_own.all()) and self._admitted.get(self.inserts) == self._weights.epoch
+        is_own, is_new = _among(slots, self._own), self._admitted.get(self.inserts) == self._weights.epoch
+        if not is_own.any():  # offered once more, and whoever inserts it has computed its state
+            return all(page in self._pages for page in pages) and (is_new or not has_state)
+        return bool(is_own.all()) and is_new
 
 
 def _among(slots: Any, others: Any) -> Any:

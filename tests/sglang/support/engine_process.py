@@ -6,18 +6,23 @@ Engines are forked from this program, which has imported SGLang (engine_forker.p
 "folder", "address": "unix:/…" or null, …}; {"contract": [model, address]} runs contract.py instead.
 
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, "new": how many tokens
-each generates, "abort_s": after how many seconds all of them are aborted, "custom_params", "kv_hints", "cache_salt"
-and "extra_key" as SGLang has them. Other jobs: {"do": "abort"}, which starts prompts side
-by side and aborts each one; {"do": "flush"}, what /flush_cache does; {"do": "metrics"}; those of weight_routes.py.
+each generates, "abort_s": after how many seconds all of them are aborted, or the one whose id is "rid", "beside": a
+prompt whose tokens are generated from before they start until they have ended, "beside_new": at most so many of them,
+"renew": the arguments of weight_routes.renew(), behind the seconds after which it is called, "custom_params" (a list:
+one for each prompt), "kv_hints", "cache_salt" and "extra_key" as SGLang has them. Other jobs: {"do": "abort"}, which
+starts prompts side by side and aborts each one; {"do": "flush"}, what /flush_cache does; {"do": "metrics"}; those of
+weight_routes.py.
 Log-probabilities travel as hexadecimal floats: what is compared is every bit. "cached" are the tokens of each prompt
 that were not computed, "why" how each ended, "took_s" when, "verified" how often the target has verified drafts.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
@@ -157,30 +162,37 @@ def serve(said: dict[str, Any]) -> None:
 
 def generate(
     engine: Any, prompts: list[list[int]], new: int = NEW, at_once: bool = False, abort_s: float | None = None,
-    custom_params: dict[str, Any] | None = None, **more: Any,
+    custom_params: Any = None, beside: list[int] | None = None, beside_new: int = 3000,
+    renew: list[Any] | None = None, **more: Any,
 ) -> dict[str, Any]:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
+    each, tasks = custom_params if isinstance(custom_params, list) else [custom_params] * len(prompts), []
+
     # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.
-    async def one(prompt: list[int]) -> Any:
+    async def one(prompt: list[int], custom: Any) -> Any:
         began_s = time.monotonic()
         asked = GenerateReqInput(
             input_ids=prompt, sampling_params={
-                "temperature": 0, "max_new_tokens": new, "ignore_eos": True, "custom_params": custom_params,
+                "temperature": 0, "max_new_tokens": new, "ignore_eos": True, "custom_params": custom,
             },
             return_logprob=True, logprob_start_len=len(prompt) - 1, **more,
         )
         if abort_s is not None:
-            engine.loop.call_later(abort_s, partial(engine.tokenizer_manager.abort_request, abort_all=True))
+            ends = partial(engine.tokenizer_manager.abort_request, more.get("rid", ""), abort_all="rid" not in more)
+            engine.loop.call_later(abort_s, ends)
+        if renew is not None:
+            tasks.append(asyncio.create_task(weight_routes.renew(engine, *renew)))
         out = await anext(engine.tokenizer_manager.generate_request(asked, None))
         return {**out, "took_s": time.monotonic() - began_s}
 
-    async def every() -> list[Any]:
-        import asyncio
+    async def every() -> tuple[list[Any], str]:
+        return (await all_of(), "") if beside is None else await while_it_runs(engine, beside, beside_new, all_of)
 
+    async def all_of() -> list[Any]:
         if at_once:
-            return await asyncio.gather(*(one(prompt) for prompt in prompts), return_exceptions=True)
-        return [await caught(one(prompt)) for prompt in prompts]
+            return await asyncio.gather(*map(one, prompts, each), return_exceptions=True)
+        return [await caught(one(*both)) for both in zip(prompts, each, strict=True)]
 
     async def caught(asked: Any) -> Any:
         try:
@@ -189,7 +201,8 @@ def generate(
             return error
 
     runs, cached, why, took_s, verified = [], [], [], [], []
-    for out in engine.loop.run_until_complete(every()):
+    outs, beside_why = engine.loop.run_until_complete(every())
+    for out in outs:
         if isinstance(out, Exception):
             runs.append(None)
             cached.append(0)
@@ -201,14 +214,34 @@ def generate(
         why.append(about["finish_reason"]["type"])
         took_s.append(out["took_s"])
         verified.append(about.get("spec_verify_ct"))
-    return {"runs": runs, "cached": cached, "why": why, "took_s": took_s, "verified": verified}
+    return {
+        "runs": runs, "cached": cached, "why": why, "took_s": took_s, "verified": verified, "beside_why": beside_why,
+    }
+
+
+async def while_it_runs(
+    engine: Any, prompt: list[int], new: int, work: Callable[[], Awaitable[list[Any]]]
+) -> tuple[list[Any], str]:
+    """Does the work once a request for the prompt has said a token, and aborts the request then. With how it ended."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    asked = GenerateReqInput(
+        rid=f"beside-{time.monotonic_ns()}", input_ids=prompt, stream=True,
+        sampling_params={"temperature": 0, "max_new_tokens": new, "ignore_eos": True},
+    )
+    why, outputs = "abort", engine.tokenizer_manager.generate_request(asked, None)
+    await anext(outputs)
+    found = await work()
+    engine.tokenizer_manager.abort_request(asked.rid)
+    with suppress(ValueError):  # so it tells of some aborts
+        async for out in outputs:
+            why = (out["meta_info"]["finish_reason"] or {"type": why})["type"]
+    return found, why
 
 
 def abort(engine: Any, prompts: list[list[int]]) -> dict[str, Any]:
     """Starts all prompts. Every second one is aborted at once, while it waits or is computed, and the others once they
     have said a token."""
-    import asyncio
-
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     manager, why = engine.tokenizer_manager, []

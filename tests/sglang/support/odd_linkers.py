@@ -10,6 +10,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,32 @@ class DamagedLinker(KvdockLinker):
     number the file has."""
 
     def start_layer_wise_loading(self) -> int:
-        if self._ranks.rank == 0 and self._loads._queued and happens("damage"):
+        self._damage(self._loads._queued.values())
+        return super().start_layer_wise_loading()
+
+    def _damage(self, loads: Collection[Any]) -> None:
+        if self._ranks.rank == 0 and loads and happens("damage"):
             writer = int((Path(os.environ["KVDOCK_ODD"]) / "damage").read_text() or 0)
-            for load in self._loads._queued.values():
+            for load in loads:
                 part = load.plan.pieces[-1].parts[writer]
                 address = load.attachment.segments.address(part.segment, part.offset, part.length)
                 byte = ctypes.c_ubyte.from_address(address + 5)
                 byte.value ^= 1
             (Path(os.environ["KVDOCK_ODD"]) / "damage").unlink()
-        return super().start_layer_wise_loading()
+
+
+class DamagedEarlyLinker(DamagedLinker):
+    """Does so to loads before admissions."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        real = self._loads.start_early
+
+        def start_early(load: Any, ready: Callable[[], Ready]) -> int:
+            self._damage([load])
+            return real(load, ready)
+
+        self._loads.start_early = start_early  # type: ignore[method-assign]  # for this process alone
 
 
 class ApartLinker(KvdockLinker):
@@ -138,6 +156,46 @@ class LateLinker(KvdockLinker):
     def _ready(self) -> Ready:
         def wait() -> None:
             time.sleep(0.5)  # by then a forward pass that waits for nothing has read what was there before
+
+        return Ready(lambda: False, wait)
+
+
+class HeldEarlyLinker(KvdockLinker):
+    """The copies of an early load begin once there is a file "go". Before that, "begun" is written down."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        real = self._loads.start_early
+
+        def start_early(load: Any, ready: Callable[[], Ready]) -> int:
+            (Path(os.environ["KVDOCK_ODD"]) / "begun").touch()
+            return real(load, lambda: Ready(lambda: False, self._wait_to_go))
+
+        self._loads.start_early = start_early  # type: ignore[method-assign]  # for this process alone
+
+    def _wait_to_go(self) -> None:
+        while not happens("go"):
+            time.sleep(0.001)  # between two looks
+
+
+STEPS = 5
+
+
+class LateUntilStepsLinker(KvdockLinker):
+    """The indices of a load's pages are there once STEPS more steps have been launched, or as many as the file "steps"
+    says. If they are not, the indices are there in the end, and "late" is written down."""
+
+    def _ready(self) -> Ready:
+        counter, end_s = self._loads.counter, time.monotonic() + PATIENCE_S
+        told = (Path(os.environ["KVDOCK_ODD"]) / "steps").read_text() if happens("steps") else STEPS
+        steps = counter.batches + int(told)
+
+        def wait() -> None:
+            while counter.batches < steps:
+                if time.monotonic() > end_s:
+                    (Path(os.environ["KVDOCK_ODD"]) / "late").touch()
+                    return
+                time.sleep(0.001)  # between two looks
 
         return Ready(lambda: False, wait)
 

@@ -181,6 +181,21 @@ ROUTES: dict[str, Callable[[Any, str, str | None, bool], Any]] = {
 }
 
 
+async def renew(engine: Any, after_s: float, folder: str, flush: bool) -> None:
+    """All requests wait while the weights become those of a folder, and give back their KV."""
+    from sglang.srt.managers.io_struct import (
+        ContinueGenerationReqInput,
+        PauseGenerationReqInput,
+        UpdateWeightFromDiskReqInput,
+    )
+
+    await asyncio.sleep(after_s)
+    manager = engine.tokenizer_manager
+    await manager.pause_generation(PauseGenerationReqInput(mode="retract"))
+    await manager.update_weights_from_disk(UpdateWeightFromDiskReqInput(model_path=folder, flush_cache=flush), None)
+    await manager.continue_generation(ContinueGenerationReqInput())
+
+
 def across(engine: Any, prompt: list[int], model: str, new: int, route: str = "disk") -> dict[str, Any]:
     """Generates `new` tokens, and changes the weights after the first of them while the request keeps its KV."""
     from sglang.srt.managers.io_struct import (

@@ -84,6 +84,7 @@ def engine_of(address: str, server: str, pid: int, weights: str = "none stored")
             client = engine.scheduler.connector._scheduler._session.client
             lookup = client.lookup
             client.lookup = lambda body: (time.sleep(0.05), lookup(body))[1]
+            client.begin_lookup = lambda body: None  # nothing is sent before lookup()
         elif server == "at_once":
             connector = engine.scheduler.connector._scheduler._connector
             for owner in (connector, connector.lookups, connector.stores):

@@ -62,7 +62,9 @@ class HoldReply(HoldHead, kw_only=True):
 class Codec(Generic[B]):
     """The decoders of one kind of body."""
 
-    def __init__(self, body: type[B]) -> None:
+    def __init__(self, body: type[B], *, most_cost: int = MAX_COST) -> None:
+        """`most_cost`: less where values are dearer to make than lists of numbers."""
+        self._most_cost = most_cost
         self._json = msgspec.json.Decoder(body).decode
         self._packed = msgspec.msgpack.Decoder(body).decode
 
@@ -71,10 +73,10 @@ class Codec(Generic[B]):
         decode are refused before any of their values is made."""
         if not form.packed and len(raw) > MAX_JSON_BYTES:
             raise ApiError("too_large", "send MessagePack, or tokens", found=len(raw), wanted=MAX_JSON_BYTES)
-        if not decoding_within(raw, MAX_COST, packed=form.packed):
+        if not decoding_within(raw, self._most_cost, packed=form.packed):
             raise ApiError(
                 "invalid_body", "too many values: send fewer in one call, and long lists of tokens as JSON", found="$",
-                wanted=f"at most {MAX_COST}",
+                wanted=f"at most {self._most_cost}",
             )
         try:
             return self._packed(raw) if form.packed else self._json(raw)

@@ -201,6 +201,16 @@ def test_quotas_that_cannot_be_change_nothing(server: ServerProcess, body: dict[
     assert ok(server.http, "GET", "/v1/config") == before
 
 
+def test_the_most_quotas_are_put_and_many_more_are_refused_before_one_is_decoded(server: ServerProcess) -> None:
+    counts = dict.fromkeys(("chunks", "namespaces", "sessions", "members", "grants"), 1 << 20)
+    largest = {"bytes": (1 << 60) - 1, **counts}
+    asked = {f"{number:064}": largest for number in range(3 * MAX_QUOTAS)}
+    problem = refused(server.http, "PATCH", "/v1/config", {"tenants": asked})
+    assert problem["found"] == "$" and "too many values" in problem["detail"]
+    shown = ok(server.http, "PATCH", "/v1/config", {"tenants": dict(list(asked.items())[:MAX_QUOTAS])})["tenants"]
+    assert len(shown) == MAX_QUOTAS
+
+
 def test_only_so_many_tenants_have_a_quota_of_their_own(server: ServerProcess) -> None:
     ok(server.http, "PATCH", "/v1/config", {"tenants": {f"t{number}": {"chunks": 1} for number in range(100)}})
     more = {f"more-{number}": {"chunks": 1} for number in range(MAX_QUOTAS - 99)}

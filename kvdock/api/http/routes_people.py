@@ -41,7 +41,7 @@ from kvdock.protocol import admin_schemas as a, calls as c
 from kvdock.protocol.calls import Call
 from kvdock.protocol.errors import CODES, ApiError
 from kvdock.protocol.events import KINDS
-from kvdock.protocol.forms import Codec
+from kvdock.protocol.forms import MAX_COST, Codec
 from kvdock.protocol.reports import Health, Over
 from kvdock.protocol.wire_types import Answer, Body
 
@@ -439,6 +439,10 @@ def _range(text: str) -> _Range | None:
 
 # --------------------------------------------------------------------------- routes for operators
 
+QUOTAS_COST = 16 * a.MAX_QUOTAS
+"""Of decoding as many quotas as a call may put: each with all its fields costs 10, and takes seven times as long as
+so many numbers in a list."""
+
 # The routes that operators call: clear, delete, evict, pin, drain, limits. Each may be repeated.
 
 B = TypeVar("B", bound=Body)
@@ -448,10 +452,10 @@ _admin_route = partial(route, router, tag="administration")
 
 def _add(
     call: Call[Any], body: type[B], run: Callable[[Admin, B], Awaitable[Answer]], name: str, summary: str, note: str,
-    *, allow: Callable[[Admin, Peer, B], None] | None = None, **more: Any,
+    *, allow: Callable[[Admin, Peer, B], None] | None = None, most_cost: int = MAX_COST, **more: Any,
 ) -> None:
-    """`allow` refuses what the caller's scope alone would let it do."""
-    codec = Codec(body)
+    """`allow` refuses what the caller's scope alone would let it do. `most_cost`: of decoding the body."""
+    codec = Codec(body, most_cost=most_cost)
 
     async def respond(request: Request) -> Response:
         asked = await read_body(request, codec)
@@ -514,7 +518,7 @@ _add(
     "smaller `pool_bytes` drains whole segments: nothing new is stored in them, "
     "chunks that no engine holds are evicted, and a segment is removed once no engine holds any of it. Each quota in "
     "`tenants` replaces that tenant's quota; chunks beyond it are evicted, except those that its engines hold.",
-    retry="idempotent: values are absolute.", errors=("bad_argument", "no_memory"),
+    retry="idempotent: values are absolute.", errors=("bad_argument", "no_memory"), most_cost=QUOTAS_COST,
 )
 
 

@@ -18,8 +18,10 @@ What both have is the machine's, not the tier's. policy_share_of_lru: the hits o
 in the same space, the least of several traces (bench/tiers/policy.py), which each have their own, with what is written
 for each miss. known_bytes_per_chunk: what the server takes to know what tiers have, when known_chunks have filled it.
 warm_found_share, cold_wait_round_trips, idle_bytes_per_min and others: what an object store at some distance costs
-requests (bench/tiers/far.py). hot_kept_share_disk, burst_served_share, open_1tb_first_hit_s and others: what tiers
-keep, take and cost in weeks of service (bench/tiers/weeks.py). Without --json, what is wanted stands beside a figure.
+requests (bench/tiers/far.py). warm_load_share_of_gets: how fast a prefix comes from there, beside plain GETs of the
+same objects (bench/tiers/far_loads.py). hot_kept_share_disk, burst_served_share, open_1tb_first_hit_s and others: what
+tiers keep, take and cost in weeks of service (bench/tiers/weeks.py). Without --json, what is wanted stands beside a
+figure.
 
 Each figure is the median of its rounds, a share or ratio the median of the paired ones. Parts lie in POSIX shared
 memory, are 2 to 32 MiB large, and are compared with what was stored. On disk none goes through the page cache.
@@ -35,17 +37,17 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.tiers import disk, far, lookups, policy, stores, weeks
+from bench.tiers import disk, far, far_loads, lookups, policy, stores, weeks
 from bench.tiers.batch import Batch
 from kvdock.tiers.disk.io import THREADS
 from kvdock.tiers.tier import Deadline, TierError
 
 WANTED = {
     "hot_kept_share_disk": ">= 0.95", "hot_kept_share_redis": ">= 0.95", "cold_wait_round_trips": "<= 2",
-    "warm_found_share": ">= 0.98", "idle_bytes_per_min": "0", "known_bytes_per_chunk": "<= 4",
-    "open_1tb_first_hit_s": "<= 1", "open_1tb_bytes_per_record": "<= 120", "longest_lookup_ms_beside_start": "<= 2",
-    "policy_share_of_lru": ">= 1", "burst_served_share": ">= 0.95", "disk_store_share": ">= 0.9",
-    "disk_load_share": ">= 0.9", "cpu_s_per_gb_64k": "<= 0.3",
+    "warm_found_share": ">= 0.98", "warm_load_share_of_gets": ">= 0.8", "idle_bytes_per_min": "0",
+    "known_bytes_per_chunk": "<= 4", "open_1tb_first_hit_s": "<= 1", "open_1tb_bytes_per_record": "<= 120",
+    "longest_lookup_ms_beside_start": "<= 2", "policy_share_of_lru": ">= 1", "burst_served_share": ">= 0.95",
+    "disk_store_share": ">= 0.9", "disk_load_share": ">= 0.9", "cpu_s_per_gb_64k": "<= 0.3",
 }  # fmt: skip
 KINDS = ("disk", "lookups", "policy", "far", "weeks", *stores.STARTS)
 
@@ -69,7 +71,7 @@ def of_kind(name: str, chosen: argparse.Namespace, folder: Path) -> dict[str, li
     if name == "lookups":
         return lookups.measure(folder, chosen.rounds, chosen.calls, chosen.part_kib << 10)
     if name == "far":
-        return far.measure(chosen.rounds)
+        return far.measure(chosen.rounds) | far_loads.measure(chosen.rounds)
     if name == "weeks":
         return weeks.measure(folder)
     if name == "policy":

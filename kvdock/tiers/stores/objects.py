@@ -63,7 +63,9 @@ SLICE_S: Final = 0.02
 RELEASE_S: Final = 10.0
 """How long a cancelled request may still hold the pages that it reads."""
 RANGE_BYTES: Final = 8 << 20
-"""A larger object is loaded with several requests at once."""
+"""A part of at least twice as much is loaded with several requests, each for at least as much."""
+PIECE_BYTES: Final = 1 << 20
+"""What arrives is copied into the pages in pieces of about this size, which the processor's caches still have."""
 CHUNK_BYTES: Final = 16 << 20
 """The bytes of each request of a multipart upload."""
 UPLOADS: Final = 4
@@ -454,46 +456,42 @@ class ObjectTier:
         return after if (await self._note(namespace, use_cached=False))[0] == after else None
 
     async def _load(self, part: ToLoad) -> Loaded:
-        name, length = part.name, part.length
-        record = _Sink(part.views())
-        total = HEADER_BYTES + length
-        first = min(total, RANGE_BYTES) if self._location.ranges else total
-        options = None if first == total else {"range": (0, first)}
-        others: list[asyncio.Task[None]] = []
+        name, total = part.name, HEADER_BYTES + part.length
+        count = max(1, part.length // RANGE_BYTES) if self._location.ranges else 1
+        step, record = -(-total // count), _Sink(part.views())
+        ranges = [
+            asyncio.ensure_future(self._range(name.text(), at, min(at + step, total), total, record))
+            for at in range(0, total, step)
+        ]
         try:
-            async with self._loading:
-                found = await self._obstore.get_async(self._store, name.text(), options=options)
-                if found.meta["size"] != total:
-                    return Loaded(Outcome.DAMAGED)
-                e_tag = found.meta["e_tag"]
-                others = [
-                    asyncio.ensure_future(self._range(name.text(), e_tag, at, min(at + RANGE_BYTES, total), record))
-                    for at in range(first, total, RANGE_BYTES)
-                ]
-                await record.take(found, 0, first)
-            await asyncio.gather(*others)
+            if len(set(await asyncio.gather(*ranges))) > 1:
+                return Loaded(Outcome.DAMAGED)  # another object has replaced it meanwhile
             self._owned.used(name.text())
-            return Loaded(Outcome.DONE, Record.read_of(bytes(record.header), name, length).checksum)
+            return Loaded(Outcome.DONE, Record.read_of(bytes(record.header), name, part.length).checksum)
         except FileNotFoundError:
             return Loaded(Outcome.MISSING)
-        except (RecordError, self._obstore.exceptions.PreconditionError):
+        except RecordError:
             return Loaded(Outcome.DAMAGED)
         except self._obstore.exceptions.BaseError as error:
-            if options is not None and "416 " in str(error):  # the object is shorter than the first range
+            if count > 1 and "416 " in str(error):  # the object ends before the range
                 return Loaded(Outcome.DAMAGED)
             raise
         finally:
-            for other in others:
-                other.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            for one in ranges:
+                one.cancel()
+            await asyncio.gather(*ranges, return_exceptions=True)
             record.close()
 
-    async def _range(self, path: str, e_tag: str | None, begin: int, end: int, record: _Sink) -> None:
-        """Loads a range of the object with this ETag; fails if another object has replaced it meanwhile."""
-        options = {"range": (begin, end)} | ({"if_match": e_tag} if e_tag else {})
+    async def _range(self, path: str, begin: int, end: int, total: int, record: _Sink) -> str | None:
+        """Loads a range of an object of `total` bytes. Returns the object's ETag, if it has one."""
+        options = None if end - begin == total else {"range": (begin, end)}
         async with self._loading:
             found = await self._obstore.get_async(self._store, path, options=options)
+            if found.meta["size"] != total:
+                raise RecordError(f"found an object of {found.meta['size']} bytes, wanted {total}")
             await record.take(found, begin, end)
+            e_tag: str | None = found.meta["e_tag"]
+            return e_tag
 
     async def _put(self, record: Record, views: Sequence[memoryview]) -> Outcome:
         path, value = record.name.text(), [record.header(), *views]
@@ -566,16 +564,24 @@ class _Sink:
         """Copies bytes [begin, end) of the object. Raises RecordError if the store sends fewer or other bytes."""
         if tuple(found.range) != (begin, end):
             raise RecordError(f"found bytes {found.range}, wanted {begin} to {end}")
-        data = memoryview(await found.bytes_async())
-        if len(data) != end - begin:
-            raise RecordError(f"found {len(data)} bytes, wanted {end - begin}")
-        of_header = max(0, HEADER_BYTES - begin)
+        at = begin
+        async for piece in found.stream(min_chunk_size=PIECE_BYTES):
+            at = self._put(at, end, memoryview(piece))
+        if at != end:
+            raise RecordError(f"found {at - begin} bytes, wanted {end - begin}")
+
+    def _put(self, begin: int, end: int, data: memoryview) -> int:
+        """Returns where the next bytes belong."""
+        if len(data) > end - begin:
+            raise RecordError(f"found {len(data)} bytes or more, wanted {end - begin}")
+        of_header = max(0, min(len(data), HEADER_BYTES - begin))
         if of_header:
-            self.header[begin:] = data[:of_header]
+            self.header[begin : begin + of_header] = data[:of_header]
         at = of_header
-        for view in cut(self._body, begin + of_header - HEADER_BYTES, end - HEADER_BYTES):
+        for view in cut(self._body, begin + of_header - HEADER_BYTES, begin + len(data) - HEADER_BYTES):
             view[:] = data[at : at + len(view)]
             at += len(view)
+        return begin + len(data)
 
     def close(self) -> None:
         for view in self._body:

@@ -81,7 +81,7 @@ def stored(getter: S3Store, engine: Engine) -> list[str]:
 
 
 def loading_s(client: Client, engine: Engine, keys: bytes) -> float:
-    """Of a request that has to wait for all of them."""
+    """How long a request waits for all of them."""
     client.evict(EvictChunks(free_bytes=client.status().pool.limit_bytes))
     found, took_s = awaited(engine, client, keys, WAIT_S)
     if found != CHUNKS:

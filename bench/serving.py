@@ -153,15 +153,20 @@ class Engine:
         self.client, self.writers = client, writers
         self._liveness = MemberLiveness(client.segments().lock_file, source=random.Random())
         self.member = f"member-{name}"
-        attached = client.attach(s.AttachSession(
+        self._attach = s.AttachSession(
             instance=f"{name}-{random.getrandbits(64):016x}",
             manifest=manifest(part_bytes, writers),
             member=s.Member(
                 id=self.member, ranks=list(range(writers)), scheduler=True, lock_offset=self._liveness.offset
             ),
-        ))
+        )
+        attached = client.attach(self._attach)
         self.session, self.namespace = attached.session, attached.namespace
         self._stores = 0
+
+    def comes_also_by(self, client: Client) -> None:
+        """Attaches over the client's socket, too: calls over either one may name the session."""
+        client.attach(self._attach)
 
     def store(self, keys: bytes, checksum: int | None = None) -> None:
         """Reserves and commits chunks without writing to their slots. `checksum`: that of the slots' bytes, if a reader

@@ -75,6 +75,8 @@ def full_server(size: Size, *, explains: bool = False) -> Iterator[Full]:
         engine, keys = Engine(client, "honest", PART_BYTES), chain(KEYS, "flooded")
         with Client(server.unix, timeout_s=30.0, access_token=tokens["engine"]) as its_client:
             flooder = Engine(its_client, "flooder", PART_BYTES)
+        with Client(server.http, timeout_s=30.0, access_token=tokens["engine"]) as its_client:
+            flooder.comes_also_by(its_client)
         lock_file = client.segments().lock_file
         for liveness in _fill(client, size, lock_file):
             stack.callback(liveness.close)

@@ -53,6 +53,7 @@ from kvdock.cli.serve import config, config_get, config_set, serve
 from kvdock.cli.streams import OutputLost, open_standard_streams
 from kvdock.cli.tiers import tiers, tiers_clear
 from kvdock.cli.tokens import TOKEN_COMMANDS, token
+from kvdock.protocol.cores import prevent_core_dumps
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.readable import is_unicode
 
@@ -650,6 +651,7 @@ def main() -> None:
 def _run() -> None:
     """Runs the command. Ends by SystemExit; raises OutputLost."""
     try:
+        prevent_core_dumps()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         if strange := [text for text in sys.argv if not is_unicode(text)]:
             raise CommandError(f"wanted arguments in UTF-8, found {strange[0]!r}", WRONG)

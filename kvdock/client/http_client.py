@@ -10,6 +10,7 @@ closed with this one. At a Unix socket, only a server of this user, or of root, 
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import suppress
@@ -25,7 +26,7 @@ from kvdock.client.transport import Address, Answers, Transport
 from kvdock.protocol import calls as c, schemas as s
 from kvdock.protocol.access import authorization, require_trusted_server
 from kvdock.protocol.calls import Call, page
-from kvdock.protocol.errors import ApiError, ServerUnavailable
+from kvdock.protocol.errors import ApiError, ServerUnavailable, without_session_secrets
 from kvdock.protocol.forms import JSON
 from kvdock.protocol.wire_types import API_VERSION, VERSION_HEADER, Body, Carrier, RefusedRelease
 
@@ -37,6 +38,18 @@ _CLOSED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _FAILED = (httpx.HTTPError, PermissionError, RuntimeError)
 """PermissionError: the server is another user's. RuntimeError: the client is closed."""
 _HEADERS = {"content-type": JSON.media_type, VERSION_HEADER.lower(): str(API_VERSION)}
+
+
+def _without_session_secrets(record: logging.LogRecord) -> bool:
+    """httpx logs the URL of every request. That of a session has its id, with which anybody with the token calls."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            without_session_secrets(str(value)) if isinstance(value, httpx.URL) else value for value in record.args
+        )
+    return True
+
+
+logging.getLogger("httpx").addFilter(_without_session_secrets)
 
 
 def _asked(

@@ -121,6 +121,14 @@ def authorization(token: str) -> dict[str, str]:
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
+class Identity(NamedTuple):
+    """As whom, and by which way, a caller uses sessions of its tenant."""
+
+    token: str | None
+    """The name of its token. None: it may use every session of its tenant, as the server's own user may."""
+    is_unix: bool
+
+
 # --------------------------------------------------------------------------- the other end of a socket
 
 _CREDENTIALS: Final = struct.Struct("=iII")  # pid, uid, gid

@@ -136,12 +136,13 @@ class ApiError(KvdockError):
 
 
 _SECRET_PART: Final = re.compile(r"-[0-9a-f]{32,}(?=/|\Z)", re.IGNORECASE)
-_SESSION: Final = re.compile(r"\b([0-9a-f]+-[0-9]+)-[0-9a-f]{32,}", re.IGNORECASE)
+_SESSION: Final = re.compile(r"([-_][0-9]{1,20})[-_][0-9a-f]{16,}", re.IGNORECASE)
+"""Whatever stands before and behind it, and also if some characters were lost."""
 
 
 def without_secrets(text: str) -> str:
     """A path, or what a caller sent as a session's id, without the secret parts of ids: errors and logs show it."""
-    return _SECRET_PART.sub("", text)
+    return without_session_secrets(_SECRET_PART.sub("", text))
 
 
 def without_session_secrets(text: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,27 @@ def test_a_session_is_shared_by_all_processes_of_its_token_and_by_operators(tmp_
             client.heartbeat(engine.session, Heartbeat(member=member))
         with pytest.raises(ApiError, match="unknown_session"):
             own.heartbeat(engine.session, Heartbeat(member=engine.member))
+
+
+@pytest.mark.parametrize("way", ["unix", "http"])
+def test_a_session_is_of_no_use_by_a_way_by_which_no_member_of_it_came(tmp_path: Path, way: str) -> None:
+    """Not even to its own token: whoever learns the id elsewhere does not have the memory."""
+    other_way = {"unix": "http", "http": "unix"}[way]
+    with (
+        tokens_of_one_tenant(tmp_path, "") as server,
+        Client(getattr(server, way), access_token=SAME_TENANT) as client, closing(attach(client)) as engine,
+    ):
+        engine.store(keys(1))
+        with Client(getattr(server, other_way), access_token=SAME_TENANT) as thief:
+            stolen = Engine(thief, engine.attached, engine.member, engine.liveness, engine.body)
+            calls: list[Callable[[], object]] = [
+                partial(stolen.lookup, keys(1), request="stolen"), stolen.heartbeat, stolen.leave,
+                partial(stolen.reserve, keys(1, "planted")), partial(stolen.release, "0" * 16, 0),
+            ]  # fmt: skip
+            for call in calls:
+                with pytest.raises(ApiError, match="unknown_session"):
+                    call()
+        assert engine.lookup(keys(1)).hit_tokens == 16, "its own calls still count"
 
 
 def test_an_engine_that_was_started_anew_may_have_got_another_token(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -42,6 +43,22 @@ def lookup_body(engine: Engine, **more: Any) -> s.Lookup:
     return s.Lookup(
         session=engine.session, member=engine.member, request=unique("r"), keys=keys(4, "http"), **more
     )
+
+
+@pytest.mark.security
+def test_no_log_of_httpx_has_a_sessions_secret(address: str, engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    beat = s.Heartbeat(member=engine.member)
+
+    async def async_beat() -> None:
+        async with AsyncHttpClient(address, access_token=OPERATOR) as client:
+            await client.heartbeat(engine.session, beat)
+
+    with HttpClient(address, access_token=OPERATOR) as client:
+        client.heartbeat(engine.session, beat)
+    asyncio.run(async_beat())
+    assert caplog.text.count(f"/v1/sessions/{engine.listed}/heartbeat") == 2, "httpx logs URLs"
+    assert engine.session.rpartition("-")[2] not in caplog.text
 
 
 def public(kind: type) -> dict[str, Callable[..., Any]]:

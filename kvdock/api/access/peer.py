@@ -12,7 +12,7 @@ import os
 import socket
 from typing import Final, NamedTuple
 
-from kvdock.protocol.access import credentials_of
+from kvdock.protocol.access import Identity, credentials_of
 from kvdock.protocol.calls import INCLUDED, Call
 from kvdock.protocol.errors import ApiError, without_secrets, without_session_secrets
 from kvdock.protocol.forms import JSON
@@ -36,10 +36,10 @@ class Peer(NamedTuple):
     """The process at the other end of a Unix connection; 0: it is in a namespace of processes that is not seen here."""
 
     @property
-    def identity(self) -> str | None:
-        """As whom it uses sessions of its tenant: those to which the same token has attached. None: it has the
-        scopes `engine` and `admin`, as the server's own user has, and may use every session of its tenant."""
-        return None if self.scopes >= SCOPES_OF_USER else self.name
+    def identity(self) -> Identity:
+        """A token with the scopes `engine` and `admin` may use every session of its tenant, as the server's own user
+        may."""
+        return Identity(None if self.scopes >= SCOPES_OF_USER else self.name, self.is_unix)
 
     def may(self, scope: Scope) -> bool:
         return scope in self.scopes

@@ -17,6 +17,7 @@ from msgspec import Struct, field
 
 from kvdock._core import Table
 from kvdock.api.turns import next_slice
+from kvdock.protocol.access import Identity
 from kvdock.protocol.errors import ApiError, without_secrets
 from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.outcomes import Copied, OutcomeView
@@ -260,8 +261,8 @@ class SessionRecord(Struct, eq=False, gc=False):
     served_model_name: str = ""
     """The name of the model for the engine's users; empty: the engine has not named it."""
     members: dict[str, MemberRecord] = field(default_factory=dict)
-    identities: tuple[str | None, ...] = ()
-    """As whom its members were attached: Peer.identity of those calls."""
+    identities: tuple[Identity, ...] = ()
+    """As whom its members were attached, and by which ways."""
     sums: Sums = field(default_factory=Sums)
     grants: int = 0
     """Open leases and reservations, or more: the service counts up, `prune` sets the true number."""
@@ -289,8 +290,13 @@ class SessionRecord(Struct, eq=False, gc=False):
         """The model's name for people."""
         return self.served_model_name or self.namespace.manifest.model
 
-    def is_open_to(self, identity: str | None) -> bool:
-        return identity is None or identity in self.identities
+    def is_open_to(self, identity: Identity) -> bool:
+        """Whether a caller may use the session: with a token with which a member was attached, and by the same way."""
+        return identity.token is None or identity in self.identities
+
+    def may_be_joined_by(self, identity: Identity) -> bool:
+        """Whether a member may be attached: by either way, because whoever attaches holds a byte of the lock file."""
+        return identity.token is None or any(one.token == identity.token for one in self.identities)
 
     def member(self, member_id: str) -> MemberRecord:
         found = self.members.get(member_id)
@@ -322,9 +328,9 @@ class Registry:
         """In the order in which they were opened."""
         return list(self._by_id.values())
 
-    def session(self, capability: str, tenant: str | None, identity: str | None) -> SessionRecord:
-        """For the calls of engines. Sessions of other tenants do not exist there, nor those to which nobody attached
-        with the caller's identity (Peer.identity). Raises ApiError(unknown_session)."""
+    def session(self, capability: str, tenant: str | None, identity: Identity) -> SessionRecord:
+        """For the calls of engines. Sessions of other tenants do not exist there, nor those that are not open to the
+        caller's identity. Raises ApiError(unknown_session)."""
         found = self._by_capability.get(capability)
         if found is None or found.tenant != tenant or not found.is_open_to(identity):
             raise ApiError(

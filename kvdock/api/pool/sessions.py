@@ -19,6 +19,7 @@ from kvdock.api.pool.quotas import Quotas, tenant_id
 from kvdock.api.pool.registry import MemberRecord, Names, NamespaceRecord, Registry, SessionRecord, digest16, owned
 from kvdock.api.settings import Settings
 from kvdock.api.turns import next_slice
+from kvdock.protocol.access import Identity
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.keys import filed_in, namespace_digest
 from kvdock.protocol.schemas import SECRET_FIELDS, AttachSession, Manifest, Member
@@ -52,9 +53,9 @@ class Sessions:
             self.registry.drop_idle_namespaces(self._table)
             await next_slice()
 
-    def attach(self, body: AttachSession, tenant: str, identity: str | None) -> SessionRecord:
-        """The session that `body.member` now belongs to; repeating the call changes nothing. `identity`: of the caller,
-        Peer.identity. Another token than those of its living members may not join a session.
+    def attach(self, body: AttachSession, tenant: str, identity: Identity) -> SessionRecord:
+        """The session that `body.member` now belongs to; repeating the call changes nothing. `identity`: of the caller.
+        Another token than those of its living members may not join a session.
 
         Raises ApiError: not_ready, bad_argument, pool_too_small, layout_mismatch, id_reused, rank_taken,
         lock_not_visible, foreign_session, quota_exceeded; and what the table refuses (member_dead, table_full).
@@ -101,14 +102,14 @@ class Sessions:
             self.run_weights(session, body.weights)
         return session
 
-    def _check_identity(self, session: SessionRecord, identity: str | None) -> None:
+    def _check_identity(self, session: SessionRecord, identity: Identity) -> None:
         """An engine that was started anew may have got another token, but then its former processes have ended."""
-        if session.is_open_to(identity):
+        if session.may_be_joined_by(identity):
             return
         if any(self.pool.lock_held(member.lock_offset) for member in session.members.values()):
             raise ApiError(
                 "foreign_session", "the instance's living members attached with another access token: use theirs, or "
-                "another instance", found=identity,
+                "another instance", found=identity.token,
             )
         session.identities = ()  # nobody uses it as they did any more
 

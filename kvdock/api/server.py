@@ -15,7 +15,6 @@ import itertools
 import logging
 import os
 import re
-import resource
 import secrets
 import signal
 import socket
@@ -38,7 +37,7 @@ from starlette.types import ASGIApp
 from kvdock import __version__
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.admin import Admin
-from kvdock.api.build import build, create_app
+from kvdock.api.build import Parts, build, create_app
 from kvdock.api.clock import Clocks
 from kvdock.api.errors import AccessFileError, SettingsError, StartupError
 from kvdock.api.feeds.feeds import open_extras
@@ -54,6 +53,7 @@ from kvdock.api.settings import Settings, is_loopback
 from kvdock.api.tiers.process import MoverProcess
 from kvdock.api.turns import LONG_READ_BYTES, next_slice
 from kvdock.protocol.admin_schemas import Limits
+from kvdock.protocol.cores import prevent_core_dumps
 from kvdock.protocol.errors import ApiError
 from kvdock.protocol.events import Draining, Ended, Ready, Reread
 
@@ -71,9 +71,6 @@ GC_THRESHOLDS = (20_000, 1000, 1_000_000)
 """Python's own collections come in the turn of whoever makes one more object, which may be a call's: they are left for
 what many calls make within YOUNG_S. All others have turns of their own (`collect_garbage`). None walks records of
 sessions, requests and chunks: they are structs with gc=False, and no cycle contains one."""
-NO_CORE_BYTES = 1
-"""The limit of a core dump. Nothing is dumped then; with a limit of 0, Linux still hands the dump to a program that
-`core_pattern` names."""
 GRACE_S = 1
 """How long calls in flight may take to end at shutdown, in every case."""
 LIVE = frozenset(Limits.__struct_fields__)
@@ -203,8 +200,7 @@ class Server:
             async def lifespan(app: FastAPI) -> AsyncIterator[None]:
                 task = asyncio.create_task(keeper.run())
                 task.add_done_callback(self._keeper_ended)
-                parts.feeds.begin(parts.background)
-                parts.background.begin("collecting garbage", collect_garbage)
+                _begin_rounds(parts, settings.watch_s)
                 if mover is not None:
                     parts.background.begin("serving lower tiers", lambda: _serve_tiers(keeper, mover))
                 yield
@@ -276,19 +272,14 @@ def _prepare_process() -> None:
     """Before there is a pool to lose. Raises StartupError: not_installed."""
     check_uvicorn(uvicorn.__version__)
     sys.setswitchinterval(SWITCH_S)
-    _prevent_core_dumps()
+    prevent_core_dumps()
 
 
-def _prevent_core_dumps() -> None:
-    """A core dump would have sessions' ids and access tokens."""
-    _, hard = resource.getrlimit(resource.RLIMIT_CORE)
-    try:
-        resource.setrlimit(resource.RLIMIT_CORE, (NO_CORE_BYTES, hard))
-    except (OSError, ValueError):  # the system allows less, or forbids to change it: a dump has no memory then
-        try:
-            Path("/proc/self/coredump_filter").write_text("0", encoding="ascii")
-        except OSError as error:
-            log.warning("core dumps of this process may have access tokens: %s", error)
+def _begin_rounds(parts: Parts, watch_s: float) -> None:
+    """What a server does again and again, beside the keeper."""
+    parts.feeds.begin(parts.background)
+    parts.background.begin("collecting garbage", collect_garbage)
+    parts.background.begin("watching for full tables", lambda: parts.handlers.probes.watch(watch_s))
 
 
 async def _settle() -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from api_helpers import PATIENCE_S, ServerProcess, attach, eventually, keys, raw
+from api_helpers import OPERATOR, PATIENCE_S, ServerProcess, attach, eventually, keys, raw
 from flood_helpers import (
     LIMITS,
     Quick,
@@ -361,6 +361,26 @@ def test_long_bodies_together_have_a_limit_and_short_ones_are_not_stopped(tmp_pa
         assert raw(quick.unix, "POST", "/v1/lookups", long_json, {"Content-Type": "application/json"})[0] == 422
         held.close()
         eventually(lambda: room.taken_bytes == 0)
+
+
+def test_long_bodies_of_one_tenant_leave_room_for_those_of_others(tmp_path: Path) -> None:
+    """Also while they do not go on, and over either socket."""
+    tokens = {name: "kvd_" + name[-1] * 43 for name in ("team-a", "team-b")}
+    entries = (entry(name, token, ["engine"], name) for name, token in tokens.items())
+
+    def sent(tenant: str, body_bytes: int, length: int) -> bytes:
+        body = request("POST", "/v1/lookups", b" " * body_bytes, length=length)
+        return body.replace(OPERATOR.encode(), tokens[tenant].encode())
+
+    with quick_server(str(tmp_path), *entries) as quick:
+        most = quick.parts.handlers.body_capacity.limit_bytes // 2
+        for address in (quick.http, quick.unix):
+            with wire(address) as hog, wire(address) as another, wire(address) as honest:
+                send_all(hog, sent("team-a", most - 1, most))
+                send_all(another, sent("team-a", 7 << 20, most))
+                assert b'"too_busy"' in answered(another)[1], "beyond the tenant's half"
+                send_all(honest, sent("team-b", 7 << 20, 7 << 20))
+                assert b"send MessagePack" in answered(honest)[1], "it is read as a whole"
 
 
 @pytest.mark.parametrize(("path", "longest"), [

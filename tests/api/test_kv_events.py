@@ -416,6 +416,24 @@ def test_what_engines_say_of_chunks_that_never_come_is_forgotten(monkeypatch: py
     assert [len(getattr(event, "token_ids", [])) for event in batch.events()] == [0, 0, CHUNK]
 
 
+@pytest.mark.security
+def test_a_tenant_that_names_all_it_can_makes_no_other_tenants_names_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chunk whose name was forgotten is told by its key, which no router looks for."""
+    name = named(None, [1], range(CHUNK))
+    monkeypatch.setattr(kv, "NAMES_BYTES", 10 * (CHUNK_BYTES + 64 + 4 * CHUNK))
+    log, table = followed()
+    log.met(1, Source(b"its own", "honest", "m", CHUNK))
+    log.named(1, b"".join(bytes([number]) * 32 for number in range(3)), [name] * 3)
+    log.named(0, b"".join(bytes([number]) * 32 for number in range(100, 200)), [name] * 100)
+    assert len(log._names) == 10
+    log.named(1, bytes([3]) * 32 + bytes([4]) * 32, [name] * 2)
+    assert 8 <= len(log._names) <= 10
+    table.changes = [(1, bytes([number]) * 32, True, bytes(32)) for number in range(5)]
+    follow(log)
+    (batch,), _ = log.since("honest", 1000)
+    assert [len(getattr(event, "token_ids", [])) for event in batch.events()] == [0, *[CHUNK] * 5]
+
+
 def test_a_number_that_another_namespace_has_now_gives_it_neither_chunks_nor_names() -> None:
     name = named(None, [1], range(CHUNK))
     log, table = followed()

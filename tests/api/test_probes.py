@@ -56,8 +56,11 @@ def test_a_server_without_room_for_grants_says_so_and_who_has_most() -> None:
         assert status == 503 and answer["reasons"] == [GRANTS_HELD]
         _, whose = ok(server.http, "GET", "/v1/status")["reasons"]
         assert whose.startswith(f"most is held by session {most.listed} ") and "10 leases" in whose
+        eventually(lambda: f"{GRANTS_HELD}; {whose}" in server.log_text())
         most.release(leases[-1], 0)
         assert ok(server.http, "GET", "/readyz")["status"] == "ok"
+        eventually(lambda: f"this is over: {GRANTS_HELD}" in server.log_text())
+        assert server.log_text().count(whose) == 1
 
 
 def test_a_server_whose_every_byte_is_held_says_so_until_somebody_lets_go() -> None:

@@ -30,7 +30,7 @@ from api_helpers import (
 )
 from server_fixtures import fresh_server
 
-from kvdock._core import MAX_MEMBERS, MAX_SESSION_MEMBERS
+from kvdock._core import MAX_MEMBERS, MAX_NAMESPACES, MAX_SESSION_MEMBERS, MAX_SESSIONS
 from kvdock.api.access.access_file import entry
 from kvdock.api.access.peer import Peer, of_user
 from kvdock.api.clock import ServerClock
@@ -40,7 +40,7 @@ from kvdock.api.pool.registry import Names, NamespaceRecord, Registry, SessionRe
 from kvdock.api.pool.sessions import Drain, Sessions
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.timings import Pulse
-from kvdock.api.reports.status import MEMBERS_HELD, Probes
+from kvdock.api.reports.status import MEMBERS_HELD, NAMESPACES_HELD, SESSIONS_HELD, Probes
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.mover_client import Prefetches
 from kvdock.client.client import Client
@@ -52,6 +52,7 @@ from kvdock.protocol.errors import ApiError
 pytestmark = pytest.mark.security
 
 CHUNK_BYTES = 16384
+USER = of_user(os.geteuid()).identity
 
 server = fresh_server()
 
@@ -244,7 +245,7 @@ class Shared:
             instance=unique("engine"), manifest=manifest(model=f"model of {tenant}", **more),
             member=s.Member(id=unique("m"), ranks=[0], scheduler=True, lock_offset=self.locks[-1].offset),
         )
-        return self.sessions.attach(body, tenant, None)
+        return self.sessions.attach(body, tenant, USER)
 
     def join(self, session: SessionRecord, member: str) -> None:
         """One more process attaches to the session."""
@@ -252,7 +253,17 @@ class Shared:
         self.sessions.attach(s.AttachSession(
             instance=session.instance, manifest=session.namespace.manifest,
             member=s.Member(id=member, ranks=[], scheduler=False, lock_offset=self.locks[-1].offset),
-        ), session.tenant, None)
+        ), session.tenant, USER)
+
+    def namespace(self, tenant: str, number: int) -> int:
+        """One that a session is in. Returns the session's member."""
+        digest, made = digest16(unique("namespace")) * 2, manifest(layers=1 + number)
+        space = self.table.add_namespace(
+            digest, chunk_tokens=16, block_tokens=4, writers=1, groups=[("full", 0, 16384)], tenant=tenant_id(tenant),
+        )
+        self.registry.add_namespace(space, digest, made, tenant)
+        session = self.table.open_session(digest16(unique("session")), space, 0)
+        return self.table.add_member(session, digest16(unique("member")), [0], True, 0)
 
     def store(self, session: SessionRecord, name: str) -> str:
         """One chunk; what limited the call."""
@@ -319,6 +330,39 @@ def test_a_server_without_room_for_members_says_so_and_which_session_has_most() 
         assert probes.blamed(health, peer) == [f"most are of session {most.id} {most.instance}: 2 members"]
         others = Peer("a reader", frozenset({"read"}), "team-c", is_unix=False)
         assert probes.blamed(health, others) == []
+
+
+def test_a_server_without_room_for_sessions_says_so_and_which_tenant_has_most() -> None:
+    with shared() as pool:
+        one = pool.attach("team-a")
+        pool.attach("team-b")
+        pool.attach("team-a")
+        probes = Probes(Settings.load(small_pool()), pool.pool, pool.registry, pool.sessions.drain,
+                        Pulse(time.perf_counter_ns))  # fmt: skip
+        for _ in range(MAX_SESSIONS - 3):
+            assert SESSIONS_HELD not in probes.ready().reasons
+            pool.table.open_session(digest16(unique("session")), one.namespace.table_id, 0)
+        health = probes.ready()
+        assert SESSIONS_HELD in health.reasons
+        assert probes.blamed(health, of_user(os.geteuid())) == ["most are of tenant team-a: 2 sessions"]
+        assert probes.blamed(health, Peer("a reader", frozenset({"read"}), "team-c", is_unix=False)) == []
+
+
+def test_a_server_without_room_for_namespaces_says_so_and_which_tenant_has_most() -> None:
+    with shared() as pool:
+        probes = Probes(Settings.load(small_pool()), pool.pool, pool.registry, pool.sessions.drain,
+                        Pulse(time.perf_counter_ns))  # fmt: skip
+        user, others = of_user(os.geteuid()), Peer("a reader", frozenset({"read"}), "team-c", is_unix=False)
+        members = [pool.namespace(f"team-{'ab'[number % 2]}", number) for number in range(MAX_NAMESPACES - 1)]
+        assert probes.full_for_new_engines(user) == []
+        members.append(pool.namespace("team-b", MAX_NAMESPACES))
+        pool.table.leave(members[0])
+        pool.registry.drop_idle_namespaces(pool.table)  # as the keeper does
+        assert probes.full_for_new_engines(user) == []
+        pool.namespace("team-b", 0)
+        assert probes.full_for_new_engines(user) == [NAMESPACES_HELD, "most are of tenant team-b: 513 namespaces"]
+        assert probes.full_for_new_engines(others) == [NAMESPACES_HELD]
+        assert probes.ready().status == "ok", "engines that are attached go on"
 
 
 def test_a_tenant_has_half_of_all_prefetches_so_that_others_may_have_some() -> None:

@@ -161,7 +161,7 @@ def test_an_import_that_points_down_is_allowed(room: str, source: str) -> None:
 
 READS = {
     "table": {"can_evict", "chunks_in", "free_bytes", "grant", "grants", "members", "members_named",
-              "most_holding", "namespaces", "reuse", "sessions", "stats", "tenants"},
+              "most_holding", "namespaces", "namespaces_in_use", "reuse", "sessions", "stats", "tenants"},
     "pool": {"can_grow", "missing", "segments", "view"},
     "registry": {"listed", "namespace", "namespaces", "of_table_id", "sessions", "space_of"},
     "names": {"name"},

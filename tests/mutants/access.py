@@ -93,13 +93,13 @@ MUTANTS = (
     ),
     Mutant(
         "S16", "long bodies together may fill the memory", "kvdock/api/http/limits.py",
-        "        capacity.taken_bytes += more\n", "",
+        "        self.taken_bytes += more\n", "",
         ("tests/api/test_connections.py", "-k", "together"),
         "test_long_bodies_together_have_a_limit_and_short_ones_are_not_stopped",
     ),
     Mutant(
         "S17", "long bodies are not given back", "kvdock/api/http/limits.py",
-        "        self._capacity.taken_bytes -= self._bytes\n", "",
+        "        self.taken_bytes -= size_bytes\n", "",
         ("tests/api/test_connections.py", "-k", "together"),
         "test_long_bodies_together_have_a_limit_and_short_ones_are_not_stopped",
     ),

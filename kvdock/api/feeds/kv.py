@@ -343,29 +343,49 @@ class TenantLogs:
 
 
 class Names:
-    """The names of chunks that are not there, or not yet: as many as fit, those that were named last."""
+    """The names of chunks that are not there, or not yet: as many as fit. Where they do not, those that were named
+    first are forgotten: of the tenant that adds one, if it has its share or more, else of the one that has most."""
 
     def __init__(self) -> None:
-        self._names = Chunks[BlockNames]()
-        self._bytes = 0
+        self._names: dict[str, Chunks[BlockNames]] = {}
+        """By tenant."""
+        self._bytes = Counter[str]()
+        self._all_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._names)
+        return sum(map(len, self._names.values()))
 
-    def get(self, place: Place) -> BlockNames | None:
-        return self._names.get(place)
+    def get(self, tenant: str, place: Place) -> BlockNames | None:
+        found = self._names.get(tenant)
+        return None if found is None else found.get(place)
 
-    def put(self, place: Place, name: BlockNames) -> None:
-        self.take(place)
-        self._names.add(place, name)
-        self._bytes += _size_bytes(name)
-        while self._bytes > NAMES_BYTES:
-            self.take(self._names.oldest())
+    def put(self, tenant: str, place: Place, name: BlockNames) -> None:
+        self.take(tenant, place)
+        self._names.setdefault(tenant, Chunks()).add(place, name)
+        self._count(tenant, _size_bytes(name))
+        if self._all_bytes > NAMES_BYTES:
+            self._make_room(tenant)
 
-    def take(self, place: Place) -> BlockNames | None:
-        name = self._names.take(place)
-        self._bytes -= 0 if name is None else _size_bytes(name)
+    def take(self, tenant: str, place: Place) -> BlockNames | None:
+        of_tenant = self._names.get(tenant)
+        name = None if of_tenant is None else of_tenant.take(place)
+        if name is not None:
+            self._count(tenant, -_size_bytes(name))
+            if not self._names[tenant]:
+                del self._names[tenant], self._bytes[tenant]
         return name
+
+    def _make_room(self, tenant: str) -> None:
+        """Whoever has most makes room for many names at once, because to find out who it is takes a while."""
+        loses, wanted_bytes = tenant, NAMES_BYTES
+        if self._bytes[tenant] < NAMES_BYTES // len(self._names):
+            loses, wanted_bytes = max(self._bytes, key=lambda one: self._bytes[one]), NAMES_BYTES - NAMES_BYTES // 256
+        while self._all_bytes > wanted_bytes and loses in self._names:
+            self.take(loses, self._names[loses].oldest())
+
+    def _count(self, tenant: str, more: int) -> None:
+        self._bytes[tenant] += more
+        self._all_bytes += more
 
 
 class Room:
@@ -449,7 +469,7 @@ class KvLog:
                 place = _place(number, keys[KEY_BYTES * at : KEY_BYTES * (at + 1)])
                 chunk = log.there.get(place)
                 if chunk is None or chunk.name is None:
-                    self._names.put(place, name)
+                    self._names.put(source.tenant, place, name)
                 if chunk is not None and chunk.name is None:
                     again += [(source, self._removed(log, place)), *self._stored(log, source, place, chunk.above)]
                 for tier in self._lower.names:
@@ -572,7 +592,7 @@ class KvLog:
         self, log: TenantLog, source: Source, place: Place, parent: bytes
     ) -> list[tuple[Source, Item]]:
         """The chunk's event."""
-        name = self._names.take(place)
+        name = self._names.take(source.tenant, place)
         if name is None:
             copies = [log.on_tiers.get(place + tier) for tier in self._lower.names]
             name = next((copy.name for copy in copies if copy is not None and copy.name is not None), None)
@@ -615,7 +635,7 @@ class KvLog:
         (self._lower.room if chunk.tier else self._room).used_bytes -= chunk.size_bytes
         log.there_bytes -= 0 if chunk.tier else chunk.size_bytes
         if chunk.name is not None and not chunk.tier:
-            self._names.put(place, chunk.name)  # kept, because the chunk may come back without a name
+            self._names.put(chunk.source.tenant, place, chunk.name)  # it may come back without one
         return chunk.removed()
 
     def _publish(self, log: TenantLog, items: Sequence[tuple[Source, Item]]) -> None:
@@ -714,7 +734,7 @@ class KvLog:
             return []
         chunk_place, tier = place[:CHUNK_PLACE], place[CHUNK_PLACE:].decode()
         pooled = log.there.get(chunk_place)
-        name = pooled.name if pooled is not None else self._names.get(chunk_place)
+        name = pooled.name if pooled is not None else self._names.get(OWN_TENANT, chunk_place)
         if name is None and self._lower.room.used_bytes + CHUNK_BYTES > self._lower.room.most_bytes:
             return []
         above = b"" if pooled is None else pooled.above

@@ -84,7 +84,7 @@ class BodyCall(Generic[B]):
         limit = incoming.body_limit_bytes
         if self._longest_bytes is not None:
             limit = min(self._longest_bytes, limit)
-        share = BodyShare(incoming.capacity)
+        share = BodyShare(incoming.capacity, incoming.peer.tenant)
         try:
             raw = await read_all(incoming.receive, incoming.content_length, limit, share)
             tokens = None

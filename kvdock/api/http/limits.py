@@ -7,17 +7,21 @@ them and kvdock/api/http/wire.py bodies.
 from __future__ import annotations
 
 import resource
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
 from kvdock.api.turns import FairQueue
 from kvdock.protocol.errors import ApiError
+from kvdock.protocol.wire_types import OWN_TENANT
 
 DESCRIPTORS_KEPT: Final = 128
 """Descriptors for the pool (which opens a file to grow), its lock file, the listening sockets and the page's files."""
 UNIX_CONNECTIONS_LEAST: Final = 64
 """The server warns if the system allows fewer descriptors than these, TCP's and DESCRIPTORS_KEPT together."""
 NO_LIMIT: Final = 1 << 20
+STRANGERS: Final = "\n"
+"""In place of a tenant, whose name has no line break."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +54,14 @@ class ConnectionLimits:
 
 
 class BodyCapacity:
-    """How many bytes of long bodies may be received or in work at once, over all calls that share this. Short bodies
-    are not counted, so that long ones do not stop them. Used from one event loop."""
+    """How many bytes of long bodies may be received or in work at once, over all calls that share this. A tenant may
+    have half of them, which is one body of the greatest length; the server's own user may have all. Short bodies are
+    not counted, so that long ones do not stop them. Used from one event loop."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self.taken_bytes = 0
+        self._of_tenants = Counter[str]()
         self.queue = FairQueue()
 
     @classmethod
@@ -63,28 +69,45 @@ class BodyCapacity:
         """Capacity for two bodies of the greatest length at a time."""
         return cls(2 * body_limit_bytes)
 
+    def take(self, tenant: str, more: int) -> None:
+        """Raises ApiError(too_busy)."""
+        its = self._of_tenants[tenant] + more
+        if tenant != OWN_TENANT and its > self.limit_bytes // 2:
+            raise ApiError(
+                "too_busy", "other calls of the tenant send long bodies now: try again", found=its,
+                wanted=self.limit_bytes // 2,
+            )
+        if self.taken_bytes + more > self.limit_bytes:
+            raise ApiError(
+                "too_busy", "other calls send long bodies now: try again", found=self.taken_bytes + more,
+                wanted=self.limit_bytes,
+            )
+        self.taken_bytes += more
+        self._of_tenants[tenant] = its
+
+    def give_back(self, tenant: str, size_bytes: int) -> None:
+        self.taken_bytes -= size_bytes
+        self._of_tenants[tenant] -= size_bytes
+        if not self._of_tenants[tenant]:
+            del self._of_tenants[tenant]
+
 
 class BodyShare:
     """One call's share of the capacity, until it is given back."""
 
     FREE_BYTES: Final = 64 << 10
     """Shorter bodies need no share."""
-    __slots__ = ("_bytes", "_capacity")
+    __slots__ = ("_bytes", "_capacity", "_tenant")
 
-    def __init__(self, capacity: BodyCapacity) -> None:
-        self._capacity, self._bytes = capacity, 0
+    def __init__(self, capacity: BodyCapacity, tenant: str | None) -> None:
+        """`tenant`: the caller's; None: a stranger, of whom no long body is read."""
+        self._capacity, self._tenant, self._bytes = capacity, STRANGERS if tenant is None else tenant, 0
 
     def hold(self, body_bytes: int) -> None:
         """Counts a body. `body_bytes` of it have arrived. Raises ApiError(too_busy) if that exceeds the capacity."""
         if body_bytes <= self.FREE_BYTES:
             return
-        capacity, more = self._capacity, body_bytes - self._bytes
-        if capacity.taken_bytes + more > capacity.limit_bytes:
-            raise ApiError(
-                "too_busy", "other calls send long bodies now: try again", found=capacity.taken_bytes + more,
-                wanted=capacity.limit_bytes,
-            )
-        capacity.taken_bytes += more
+        self._capacity.take(self._tenant, body_bytes - self._bytes)
         self._bytes = body_bytes
 
     async def next_turn(self) -> None:
@@ -93,7 +116,7 @@ class BodyShare:
         await self._capacity.queue.next()
 
     def give_back(self) -> None:
-        self._capacity.taken_bytes -= self._bytes
+        self._capacity.give_back(self._tenant, self._bytes)
         self._bytes = 0
 
 

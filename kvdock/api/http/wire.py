@@ -20,6 +20,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from kvdock._core import TableError
+from kvdock.api.access.peer import Peer
 from kvdock.api.http.limits import BodyCapacity, BodyShare
 from kvdock.api.log import shown
 from kvdock.api.turns import SHORT_READ_BYTES, next_call, next_slice
@@ -78,7 +79,8 @@ async def read_limited(request: Request) -> RawBody:
     """The whole body. Raises ApiError: too_large, too_busy."""
     limit: int = request.app.state.handlers.body_limit_bytes
     capacity: BodyCapacity = request.app.state.handlers.body_capacity
-    share, declared = BodyShare(capacity), request.headers.get("content-length", "")
+    peer: Peer = request.scope["state"]["peer"]
+    share, declared = BodyShare(capacity, peer.tenant), request.headers.get("content-length", "")
     try:
         return await read_all(request.receive, declared, min(limit, PLAIN_BODY_BYTES), share)
     finally:

@@ -5,15 +5,19 @@ Reads only. Every reason why it cannot is a sentence that docs/operate/not_ready
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
 
 from kvdock import __version__
-from kvdock._core import MAX_MEMBERS, SLOT_ALIGN
-from kvdock.api.access.peer import Peer
+from kvdock._core import MAX_MEMBERS, MAX_NAMESPACES, MAX_SESSIONS, SLOT_ALIGN
+from kvdock.api.access.peer import Peer, of_user
 from kvdock.api.clock import since_s
 from kvdock.api.convert import grant_text
 from kvdock.api.pool.pool import Pool
@@ -30,6 +34,8 @@ STUCK_ROUNDS = 20
 """A keeper that has missed this many rounds is stuck."""
 STUCK_LEAST_S = 10.0
 
+log = logging.getLogger("kvdock.api")
+
 STARTING = "the first segment is being allocated"
 DRAINING = "draining"
 ALL_HELD = "every byte of the pool is held by engines or waits for their release"
@@ -37,6 +43,8 @@ ALL_KEPT = "pins keep all that engines do not hold: nothing may be evicted"
 CAP_REACHED = "engines hold as much of the pool as total_cap lets them"
 GRANTS_HELD = "all leases and reservations that there may be are open: no lookup and no store gets another one"
 MEMBERS_HELD = "every place for processes of engines is taken: no engine can attach any more"
+SESSIONS_HELD = "every session that there may be is open: no other engine can attach"
+NAMESPACES_HELD = "every namespace is in use: no engine with another manifest, or other weights, can attach"
 TABLE_HELD = "every record of the chunk table is held: serve with more table_records"
 
 
@@ -97,7 +105,36 @@ class Probes:
             reasons.append(GRANTS_HELD)
         if stats["members"] >= MAX_MEMBERS:
             reasons.append(MEMBERS_HELD)
+        if stats["sessions"] >= MAX_SESSIONS:
+            reasons.append(SESSIONS_HELD)
         return _health(reasons)
+
+    def full_for_new_engines(self, peer: Peer) -> list[str]:
+        """What keeps out engines that are not attached yet, and no other one: a table that is full, and who holds most
+        of it, if the caller may know."""
+        if len(self._registry.namespaces()) < MAX_NAMESPACES:
+            return []
+        table = self._pool.table
+        if sum(table.namespaces_in_use(view.tenant) for view in table.tenants()) < MAX_NAMESPACES:
+            return []  # those that sessions have left give way
+        return [NAMESPACES_HELD, *_most_of(peer, "namespaces", (one.tenant for one in self._registry.namespaces()))]
+
+    async def watch(self, every_s: float) -> None:
+        """Until cancelled. Logs what is full, and who holds most of it, when that begins and when it ends."""
+        logged = set[str]()
+        while True:
+            health, server = self.ready(), of_user(os.geteuid())
+            blamed, others = self.blamed(health, server), self.full_for_new_engines(server)
+            held = set(health.reasons) - {STARTING, DRAINING}
+            for reason in sorted(held - logged):
+                log.warning("%s", "; ".join([reason, *blamed]))
+            if others and others[0] not in logged:
+                log.warning("%s", "; ".join(others))
+            now = held | set(others[:1])
+            for reason in sorted(logged - now):
+                log.info("this is over: %s", reason)
+            logged = now
+            await asyncio.sleep(every_s)
 
     def _least_part_bytes(self) -> int:
         sizes = (group.slot_bytes for space in self._registry.namespaces() for group in space.manifest.groups)
@@ -108,6 +145,8 @@ class Probes:
         the caller may know of it."""
         if MEMBERS_HELD in health.reasons:
             return self._most_members(peer)
+        if SESSIONS_HELD in health.reasons:
+            return _most_of(peer, "sessions", (one.tenant for one in self._registry.sessions()))
         if {ALL_HELD, CAP_REACHED, TABLE_HELD, GRANTS_HELD}.isdisjoint(health.reasons):
             return []
         most = self._pool.table.most_holding(by_grants=GRANTS_HELD in health.reasons)
@@ -126,6 +165,15 @@ class Probes:
             return []
         who = " ".join((record.id, record.label or record.instance))
         return [f"most are of session {who}: {len(record.members)} members"]
+
+
+def _most_of(peer: Peer, what: str, tenants: Iterable[str]) -> list[str]:
+    """A sentence that names the tenant to which most belong, if the caller may know of it."""
+    most = Counter(tenants).most_common(1)
+    if not most or not (peer.may("read") and peer.sees(most[0][0])):
+        return []
+    tenant, count = most[0]
+    return [f"most are of {f'tenant {tenant}' if tenant else 'the own user'}: {count} {what}"]
 
 
 def _health(reasons: list[str]) -> Health:
@@ -161,7 +209,9 @@ class Overview:
             notes.append(f"quotas that calls have put and the history are not kept for the next server: {why}")
         return Status(
             status=now.status,
-            reasons=[*now.reasons, *self._probes.blamed(now, peer), *notes],
+            reasons=[
+                *now.reasons, *self._probes.blamed(now, peer), *self._probes.full_for_new_engines(peer), *notes
+            ],
             version=__version__,
             pool_id=grant_text(pool.pool_id),
             incarnation=pool.incarnation,

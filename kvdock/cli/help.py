@@ -268,7 +268,8 @@ TokensFile = Annotated[str, typer.Option(
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 FREE_COLUMNS = 200
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)?")
+_DURATION = re.compile(r"(\d{1,12}(?:\.\d{1,12})?)\s*(s|min|m|h|d)?", re.ASCII)
+"""So few digits that no sum is infinite."""
 _SECONDS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 

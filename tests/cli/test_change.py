@@ -121,6 +121,7 @@ def test_keep_says_when_not_all_of_it_or_nothing_is_stored(
     (["--keys", "ab" * 32, "--for", "soon"], "--for: wanted a duration like 90s, 15min, 12h or 7d, found 'soon'"),
     (["--keys", "ab" * 32, "--for", "0s"], "found '0s'"),
     (["--keys", "ab" * 32, "--for", "400d"], "wanted at most 366 d"),
+    (["--keys", "ab" * 32, "--for", "9" * 400 + "d"], "--for: wanted a duration like 90s"),
     (["--keys", "ab"], "a key of 64 hex digits"),
     (["--keys", "ab" * 32, "--name", "a\u202eb"],
      "--name: wanted at most 64 characters that can be seen, found 'a�b'"),

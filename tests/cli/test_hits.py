@@ -241,7 +241,8 @@ def test_a_time_is_iso_or_so_long_ago() -> None:
     assert day is not None and day.seconds == datetime(2026, 11, 25).timestamp()
 
 
-@pytest.mark.parametrize("text", ["yesterday", "2h", "-", "-2weeks", "--2h", "2026-13-01", "25:00", "-2h ago"])
+@pytest.mark.parametrize("text", ["yesterday", "2h", "-", "-2weeks", "--2h", "2026-13-01", "25:00", "-2h ago",
+                                  f"-{'9' * 400}d", f"-{'9' * 300}d", "-१h"])
 def test_nonsense_is_no_time(text: str) -> None:
     with pytest.raises(CommandError, match=re.escape(
         f"--from: wanted a time like 2026-11-25T02:00, or -2h for two hours ago, found {text!r}"
@@ -253,6 +254,7 @@ def test_nonsense_is_no_time(text: str) -> None:
     (["history", "--from", "yesterday"], "--from: wanted a time like 2026-11-25T02:00, or -2h"),
     (["history", "--to", "soon"], "--to: wanted a time like"), (["events", "--since", "x"], "--since: wanted a time"),
     (["history", "--step", "often"], "--step: wanted a duration like 90s, 15min, 12h or 7d, found 'often'"),
+    (["history", "--step", "9" * 400], "--step: wanted a duration like 90s, 15min, 12h or 7d, found '999"),
     (["history", "--over", "weeks"], "--over"), (["events", "--limit", "0"], "--limit"),
 ])
 def test_nonsense_is_refused_before_any_server_is_asked(arguments: list[str], told: str) -> None:

@@ -1,6 +1,7 @@
 """The `kvdock` program, also as `python -m kvdock`.
 
-The parent process may block SIGINT until the program is ready for Ctrl-C, as `make run` does.
+The parent process may block SIGINT until the program is ready for Ctrl-C, as `make run` does. SIGHUP, which has a
+server read its settings again, waits until the server can.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import signal
 
 
 def main() -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # until the commands are imported and handle it
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGHUP])  # until commands handle them
     from kvdock.cli.main import main as run
 
     run()

@@ -84,9 +84,9 @@ class Admin:
         if body.namespace is not None and body.tenant is not None:
             raise ApiError("invalid_body", "a namespace has its tenant", found="$.tenant", wanted="$.namespace alone")
         space = None if body.namespace is None else self._namespace(body.namespace)
-        chunks, answers = await self._clears.clear(space, body.tenant)
+        found, answers = await self._clears.clear(space, body.tenant)
         self._forget_count()
-        return Cleared(chunks=chunks, pending_tiers=answers.pending)
+        return Cleared(chunks=found.chunks, namespaces=found.namespaces, pending_tiers=answers.pending)
 
     async def delete(self, body: DeleteChunks) -> Deleted:
         """Raises ApiError: unknown_namespace, invalid_body."""
@@ -201,7 +201,8 @@ class Admin:
             try:
                 amounts["bytes"] = parse_size(text, lambda: Whole("pool_bytes", self._pool.limits.pool_bytes))
             except SettingsError as error:
-                raise ApiError("bad_argument", str(error), found=text, wanted="a size like 8GiB, or 50%") from error
+                wanted = "a size like 8GiB, or a share above 0% and up to 100%"
+                raise ApiError("bad_argument", "bytes of a quota", found=text, wanted=wanted) from error
         try:
             return msgspec.convert(amounts, Quota)
         except msgspec.ValidationError as error:

@@ -544,7 +544,7 @@ def bind_unix(path: str) -> Iterator[socket.socket]:
             sock.bind(path)
             sock.listen()  # at once: a socket that refuses connections would look stale to another server
         except OSError as error:
-            raise StartupError("bad_address", f"cannot make the socket {path}: {error.strerror}") from error
+            raise StartupError("bad_address", _cannot("make the socket", path, error)) from error
         finally:
             os.umask(umask)
         inode = _inode(path)
@@ -562,7 +562,7 @@ def _require_own_folder(folder: Path) -> None:
             folder.mkdir(mode=0o700)
         found, link = folder.stat(), folder.lstat()
     except OSError as error:
-        raise StartupError("bad_address", f"socket folder {folder}: {error.strerror}") from error
+        raise StartupError("bad_address", _cannot("use the socket's folder", folder, error)) from error
     if not {found.st_uid, link.st_uid} <= {os.geteuid(), 0} or found.st_mode & 0o022:
         raise StartupError(
             "bad_address",
@@ -577,7 +577,7 @@ def _remove_stale(path: str) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise StartupError("bad_address", f"socket path {path}: {error.strerror}") from error
+        raise StartupError("bad_address", _cannot("use the socket path", path, error)) from error
     if not stat.S_ISSOCK(mode):
         raise StartupError("bad_address", f"{path} exists and is no socket: choose another socket_path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -589,11 +589,19 @@ def _remove_stale(path: str) -> None:
         except OSError as error:
             raise StartupError("socket_in_use", f"socket {path}: {error}") from error
         else:
-            raise StartupError("socket_in_use", f"another server answers at {path}: choose another socket_path")
+            raise StartupError("socket_in_use", f"another server answers at {path}: stop it, replace it "
+                               "with --takeover, or choose another socket_path")
     try:
         Path(path).unlink(missing_ok=True)
     except OSError as error:
-        raise StartupError("bad_address", f"cannot replace the stale socket {path}: {error.strerror}") from error
+        raise StartupError("bad_address", _cannot("replace the stale socket", path, error)) from error
+
+
+def _cannot(do: str, path: str | Path, error: OSError) -> str:
+    return (
+        f"cannot {do} {path}: {error.strerror}; choose another socket_path, in a folder that user {os.geteuid()} may "
+        "write to"
+    )
 
 
 def _inode(path: str) -> int | None:

@@ -267,7 +267,9 @@ def _read_file(path: Path) -> tuple[dict[str, object], dict[str, int]]:
         if len(text) > MAX_FILE_CHARACTERS:
             raise SettingsError(f"settings file {path}: found more than {MAX_FILE_CHARACTERS} characters, wanted fewer")
         found = parse_toml(text)
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise SettingsError(f"settings file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise SettingsError(f"settings file {path}: {error}") from error
     except TomlError as error:
         raise SettingsError(f"settings file {path} is no TOML: {error}") from error

@@ -127,6 +127,11 @@ def clear_cache(server: str, wanted: ToClear, *, yes: bool, as_json: bool, conso
                      "nothing was cleared")
         body = ClearCache(namespace=None if space is None else space.namespace, tenant=tenant)
         cleared = client.clear(body, timeout_s=LONG_TIMEOUT_S)
+    if tenant and not cleared.namespaces:
+        raise CommandError(
+            f"{_tenant(tenant)} has no namespace, so nothing was cleared; `kvdock quota` lists the tenants that store "
+            "something", FAILED,
+        )
     if as_json:
         print_json(console, cleared)
     else:
@@ -355,6 +360,8 @@ def change_quota(
     """`quota` None: the one of the access file, or else the default. Raises CommandError for what can be no tenant's
     name, and when no server answers; ApiError."""
     require_tenant("TENANT", tenant)
+    if quota is not None and isinstance(quota.bytes, str):
+        _sized("--bytes", quota.bytes, lambda: Whole("the pool's limit", ANY.pool_bytes), None)  # only checks it
     with reached(server) as client:
         config = client.configure(PatchConfig(tenants={tenant: quota}), timeout_s=LONG_TIMEOUT_S)
     if as_json:

@@ -22,10 +22,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvdock import _core
-from kvdock.cli.client import delete, print_json, reached
+from kvdock.cli.client import TIMEOUT_S, delete, print_json, reached
 from kvdock.cli.errors import FAILED, CommandError
 from kvdock.cli.render import say, size
 from kvdock.client.client import Client
+from kvdock.client.transport import Address
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
 from kvdock.connectors.errors import RefusedError
 from kvdock.connectors.interface import Hit, Pending
@@ -82,6 +83,7 @@ def run_bench(server: str, *, rounds: int, mib: int, threads: int, as_json: bool
     stores once and loads once. Raises CommandError when no server answers, when the pool is too full, and when wrong
     bytes were loaded, and ApiError."""
     with reached(server) as client:
+        _require_own(client)
         status = client.status()
         if status.status != "ok":
             raise CommandError(f"the server is not ready: {', '.join(status.reasons)}", FAILED)
@@ -98,6 +100,14 @@ def run_bench(server: str, *, rounds: int, mib: int, threads: int, as_json: bool
         print_json(console, figures)
     else:
         say(console, _table(figures))
+
+
+def _require_own(client: Client) -> None:
+    """Commands of root trust servers that its engines do not trust, which map their memory. Raises CommandError."""
+    try:
+        Address.parse(client.address, trusted_uid=client.trusted_uid).connect(TIMEOUT_S).close()
+    except PermissionError as error:
+        raise CommandError(f"the benchmark maps the pool, as engines do; {error}", FAILED) from error
 
 
 class _Engine:

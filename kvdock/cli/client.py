@@ -65,18 +65,19 @@ def default_address() -> str:
 
 def socket_of(found: Effective) -> str:
     """The socket that commands use. A socket that is set is used. Otherwise this user's own is, if it is there or the
-    shipped service's is not."""
+    shipped service's is not. Where this user may not look for the service's, it counts as there, so the refusal says
+    whose it is."""
     own = found.settings.socket_path
     is_set = found.origins.get("socket_path", Origin("default")).source != "default"
-    return own if is_set or _is_there(own) or not _is_there(SERVICE_SOCKET) else SERVICE_SOCKET
+    is_own = is_set or _is_there(own, if_hidden=False) or not _is_there(SERVICE_SOCKET, if_hidden=True)
+    return own if is_own else SERVICE_SOCKET
 
 
-def _is_there(path: str) -> bool:
-    """False if this user may not look."""
+def _is_there(path: str, *, if_hidden: bool) -> bool:
     try:
         return Path(path).exists()
     except PermissionError:
-        return False
+        return if_hidden
 
 
 @cache
@@ -105,15 +106,21 @@ def reached(address: str) -> Iterator[Client]:
     Raises CommandError for a malformed address, for a token file that cannot be used, and when the server does not
     answer a call within the block.
     """
-    with open_client(address, TIMEOUT_S) as client:
-        try:
-            yield client
-        except ApiError as error:
-            if error.code == "unauthenticated":
-                raise CommandError(f"{error}; name its file in {TOKEN_FILE_VARIABLE}", FAILED) from error
-            raise
-        except ServerUnavailable as error:
-            raise CommandError(f"no server answers at {error}{then(remedy(error))}", FAILED) from error
+    with open_client(address, TIMEOUT_S) as client, advised():
+        yield client
+
+
+@contextmanager
+def advised() -> Iterator[None]:
+    """Adds what a person can do to the errors of calls within the block. Raises CommandError and ApiError for them."""
+    try:
+        yield
+    except ApiError as error:
+        if error.code == "unauthenticated":
+            raise CommandError(f"{error}; name its file in {TOKEN_FILE_VARIABLE}", FAILED) from error
+        raise
+    except ServerUnavailable as error:
+        raise CommandError(f"no server answers at {error}{then(remedy(error))}", FAILED) from error
 
 
 def remedy(error: ServerUnavailable) -> str:

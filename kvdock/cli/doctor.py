@@ -327,7 +327,19 @@ def _adoption(socket_path: str) -> list[Finding]:
                 found.append(Finding("adoption", "problem", text, "a server would start with an empty pool"))
                 continue
             found.append(Finding("adoption", "ok", f"{name}: this release reads its format, and would take it over"))
+    if not found and (owner := _owner_of(socket_path)) != os.geteuid():
+        text = f"{socket_path} is of user {owner}, whose pools user {os.geteuid()} cannot judge"
+        return [Finding("adoption", "problem", text, "run this as the server's user")]
     return found or [Finding("adoption", "note", f"no server of this user has a pool at {socket_path}")]
+
+
+def _owner_of(socket_path: str) -> int:
+    """The user of the server that has, or had, its socket there: of the socket, or else of its folder. This user if
+    there is neither."""
+    for path in (Path(socket_path), Path(socket_path).parent):
+        with suppress(OSError):
+            return path.stat().st_uid
+    return os.geteuid()
 
 
 def _size_bytes(machine: Machine, name: str) -> int:

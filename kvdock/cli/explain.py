@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from kvdock.api.feeds.log import SENTENCES
-from kvdock.cli.client import Prompt, default_address, print_json, reached, resolve
+from kvdock.cli.client import Prompt, advised, default_address, print_json, reached, resolve
 from kvdock.cli.errors import WRONG, CommandError
 from kvdock.cli.help import Moment
 from kvdock.cli.render import counted, printable, say
@@ -58,14 +58,15 @@ class WantedEvents(NamedTuple):
 
 
 def show_events(server: str, wanted: WantedEvents, *, follow: bool, as_json: bool) -> None:
-    """Prints one line for each event. Raises CommandError, ApiError, ServerUnavailable."""
+    """Prints one line for each event. Raises CommandError, ApiError."""
     try:
         trusted_uid = trusted_uid_in(os.environ)
         address = Address.parse(server or default_address(), trusts_service=True, trusted_uid=trusted_uid)
     except ValueError as error:
         raise CommandError(str(error), WRONG) from error
-    for one in _events(address, read_token(os.environ.get(TOKEN_FILE_VARIABLE, "")), wanted, follow=follow):
-        typer.echo(msgspec.json.encode(one.event).decode() if as_json else line_of(one.event))
+    with advised():
+        for one in _events(address, read_token(os.environ.get(TOKEN_FILE_VARIABLE, "")), wanted, follow=follow):
+            typer.echo(msgspec.json.encode(one.event).decode() if as_json else line_of(one.event))
 
 
 def _events(address: Address, token: str, wanted: WantedEvents, *, follow: bool) -> Iterator[StreamedEvent]:

@@ -7,7 +7,6 @@ statuses.
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
@@ -16,7 +15,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import msgspec
 import typer
@@ -490,7 +489,7 @@ def clear(
     """Remove all stored chunks, or one namespace's, or one tenant's.
 
     Engines that are loading a chunk finish first; then its memory is freed. A token of a tenant clears that tenant's
-    alone.
+    alone. The command fails if there is no such namespace, or if the tenant has none.
     """
     from kvdock.cli.admin import ToClear, clear_cache
 
@@ -622,6 +621,8 @@ def root(
     if show_version:
         typer.echo(f"kvdock {version('kvdock')}")
         raise typer.Exit
+    if context.invoked_subcommand != serve.__name__:  # which takes it itself, once it can
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
@@ -643,9 +644,18 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except OutputLost as error:
-        if error.errno != errno.EPIPE:  # a reader that has closed the output knows
-            typer.echo(f"kvdock: standard output cannot be written: {error.strerror}", err=True)
+        if error.is_unread:
+            _end_unread()
+        typer.echo(f"kvdock: standard output cannot be written: {error.why}", err=True)
         sys.exit(FAILED)
+
+
+def _end_unread() -> NoReturn:
+    """Ends as other programs do whose reader has closed their output: by SIGPIPE, which Python ignores."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPIPE])
+    signal.raise_signal(signal.SIGPIPE)
+    raise AssertionError("SIGPIPE ends this process")
 
 
 def _run() -> None:

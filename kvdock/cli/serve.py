@@ -77,6 +77,7 @@ def serve(config: str | None, takeover: bool, as_json: bool, **flags: str | None
     server = Server(settings, announce, read)
     for number in ending_signals():  # while it starts and cleans up; in between it has handlers of its own
         signal.signal(number, lambda number, _: server.take_signal(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGHUP])
     server.run()
     if not announced:
         typer.echo("stopped before it was ready", err=True)

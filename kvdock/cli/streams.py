@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -11,8 +12,15 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 
-class OutputLost(OSError):
-    """Standard output has not taken what was written. It takes whatever is written later, and drops it."""
+class OutputLost(Exception):
+    """Standard output has not taken what was written. It takes whatever is written later, and drops it. No OSError:
+    libraries end the program in ways of their own when a pipe is closed."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.is_unread = error.errno == errno.EPIPE
+        """Its reader has closed it."""
+        self.why = error.strerror
 
 
 class _Output(io.FileIO):
@@ -21,7 +29,7 @@ class _Output(io.FileIO):
             return super().write(data)
         except OSError as error:
             _open_null(self.fileno())  # what is still buffered, Python writes when it exits
-            raise OutputLost(error.errno, error.strerror) from error
+            raise OutputLost(error) from error
 
 
 class _Errors(io.FileIO):

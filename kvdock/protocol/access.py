@@ -76,7 +76,13 @@ def read_private(path: str | Path) -> str:
                 return file.read()
         finally:
             os.close(fd)
-    except (OSError, UnicodeDecodeError) as error:
+    except PermissionError as error:
+        uid = os.geteuid()
+        advice = f"give it to that user (chown {uid}), or let a group of that user read it (chmod 640)"
+        raise PrivateFileError(f"{path}: user {uid} may not read it: {advice}") from error
+    except OSError as error:
+        raise PrivateFileError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise PrivateFileError(f"{path}: {error}") from error
 
 

@@ -58,6 +58,8 @@ class ClearCache(Body, kw_only=True):
 class Cleared(Answer, kw_only=True):
     chunks: int
     """How many chunks this call took out of use in the pool."""
+    namespaces: int = 0
+    """How many namespaces of the pool it cleared, with chunks or without."""
     pending_tiers: list[Name] = msgspec.field(default_factory=list)
     """Lower tiers that have not carried out the clear yet. They are not used for what was cleared until they have, also
     by the next server at the same socket."""

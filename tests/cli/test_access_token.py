@@ -13,9 +13,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from api_helpers import ServerProcess, access_file, eventually, raw
+from api_helpers import ServerProcess, access_file as access_file_of, eventually, raw
 from cli_helpers import kvdock, refusal
 
+from kvdock.api.access import access_file
 from kvdock.api.access.access_file import Token, add_token, digest_of, read, revoke_token, rotate_token, tokens_in
 from kvdock.api.errors import AccessFileError
 
@@ -232,7 +233,7 @@ def test_a_list_shows_ends_and_no_whole_digest(tmp_path: Path) -> None:
 
 
 def test_a_running_server_follows_each_command(tmp_path: Path) -> None:
-    path = access_file(tmp_path)
+    path = access_file_of(tmp_path)
     with ServerProcess(access_file=str(path), watch_s=0.05) as server:
         def is_known(token: str) -> bool:
             return raw(server.http, "GET", "/v1/sessions", None, {"Authorization": f"Bearer {token}"})[0] == 200
@@ -261,3 +262,33 @@ def test_the_shell_completes_names_of_tokens(tmp_path: Path) -> None:
         COMP_CWORD="3",
     )
     assert done.stdout.split() == ["two"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of others")
+def test_root_makes_the_file_for_the_user_whose_folder_it_is(tmp_path: Path) -> None:
+    """The server's, which could not read a file of root with mode 0600."""
+    folder = tmp_path / "of-the-service"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, GROUP, GROUP)
+    add_token(str(folder / "access.toml"), "one", ["read"])
+    found = (folder / "access.toml").stat()
+    assert (found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode)) == (GROUP, GROUP, 0o600)
+
+
+def test_a_command_writes_to_no_file_that_is_put_in_the_place_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the folder's user could do to root."""
+    path, victim = by_hand(tmp_path), tmp_path / "victim"
+    victim.write_text("as it was")
+    victim.chmod(0o644)
+
+    def read_entries(text: str, name: str, change: access_file.Change) -> str:
+        (tmp_path / "access.toml.new").unlink()
+        (tmp_path / "access.toml.new").symlink_to(victim)
+        return changed(text, name, change)
+
+    changed = access_file._changed
+    monkeypatch.setattr(access_file, "_changed", read_entries)
+    add_token(str(path), "three", ["read"])
+    assert victim.read_text() == "as it was" and stat.S_IMODE(victim.stat().st_mode) == 0o644

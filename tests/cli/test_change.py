@@ -52,8 +52,11 @@ def prompt(engine: Engine, folder: Path, first: int, count: int = 70) -> tuple[s
 def test_clear_takes_one_tenant(server: ServerProcess, engine: Engine) -> None:
     engine.store(keys(3, "tenant"))
     at = ("--server", server.unix)
-    assert kvdock("clear", "--tenant", "nobody", "--yes", *at).stdout == "0 chunks were cleared\n"
+    said = refusal(kvdock("clear", "--tenant", "nobody", "--yes", "--json", *at), 1)
+    assert "tenant nobody has no namespace, so nothing was cleared" in said
     assert json.loads(kvdock("clear", "--tenant", "", "--yes", "--json", *at).stdout)["chunks"] == 3
+    again = json.loads(kvdock("clear", "--tenant", "", "--yes", "--json", *at).stdout)
+    assert again == {"chunks": 0, "namespaces": 1, "pending_tiers": []}
     for wrong in ((), ("--tenant", "a", "--all"), ("--tenant", "", "--namespace", "5e")):
         assert "one of --namespace, --tenant and --all" in refusal(kvdock("clear", "--yes", *wrong, *at), 2)
     assert "found 'Team A'" in refusal(kvdock("clear", "--tenant", "Team A", "--yes", *at), 2)
@@ -77,7 +80,8 @@ def test_quotas_are_shown_and_changed_in_units(tmp_path: Path) -> None:
         for wrong in (("--bytes", "1GiB"), ("--default",), ("a", "--default", "--chunks", "1")):
             assert "needs a tenant" in refusal(kvdock("quota", *wrong, *at), 2)
         assert "found 'Team A'" in refusal(kvdock("quota", "Team A", "--chunks", "1", *at), 2)
-        assert "8 gigs" in refusal(kvdock("quota", "a", "--bytes", "8 gigs", *at), 1)
+        said = refusal(kvdock("quota", "a", "--bytes", "8 gigs", *at), 2)
+        assert said == "kvdock: --bytes: a size like 512MiB, 64M or 4GiB was wanted, found '8 gigs'"
 
 
 # --------------------------------------------------------------------------- keep

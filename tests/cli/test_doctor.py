@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -319,6 +320,18 @@ def test_shared_memory_that_is_missing_is_a_problem_and_memory_that_is_short_a_n
     short = machine_of(tmp_path, {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:    1024 kB\n"})
     found = examined(short, tmp_path)
     assert found["shared memory"].level == "note" and "only 1.0 MiB of memory" in found["shared memory"].found
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a folder of another user")
+@pytest.mark.parametrize("is_up", [True, False])
+def test_adopt_does_not_pass_for_a_user_who_cannot_judge_the_pool(tmp_path: Path, is_up: bool) -> None:
+    """As when root asks for the service's user, whose socket's folder is there with and without a server."""
+    path = tmp_path / "kvdock.sock"
+    if is_up:
+        path.touch()
+    os.chown(path if is_up else tmp_path, 7410, 7410)
+    found = checks_of(kvdock("doctor", "--adopt", "--json", KVDOCK_SOCKET_PATH=str(path)), 1)["adoption"]
+    assert found["found"] == f"{path} is of user 7410, whose pools user 0 cannot judge"
 
 
 def test_adopt_tells_before_an_upgrade_whether_the_pool_can_be_taken_over(tmp_path: Path) -> None:

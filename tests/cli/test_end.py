@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -304,6 +305,32 @@ def test_a_signal_that_comes_while_the_server_starts_costs_no_pool(tmp_path: Pat
     finally:
         signal.signal(signal.SIGHUP, inherited)
         remove_stale(spare=lambda left: left.pool_id != pool)
+
+
+def test_sighup_waits_while_the_program_is_imported(tmp_path: Path) -> None:
+    """From its first line on: otherwise a reload ends a server that has just been started."""
+    command = [*KVDOCK, "serve", *SMALL, "--socket-path", str(tmp_path / "kvdock.sock")]
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    try:
+        with subprocess.Popen(
+            command, env=clean_environ(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ) as process:
+            eventually(lambda: _blocks(process.pid, signal.SIGHUP))
+            assert not (tmp_path / "kvdock.sock").exists()
+            process.send_signal(signal.SIGHUP)
+            said = first_line(process)
+            blocked = _blocks(process.pid, signal.SIGHUP)
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        signal.signal(signal.SIGHUP, inherited)
+    assert said.startswith("kvdock is ready") and not blocked and process.returncode == 0, err
+    assert "settings and access tokens were read again" in err
+
+
+def _blocks(pid: int, number: signal.Signals) -> bool:
+    (mask,) = re.findall(r"^SigBlk:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 @pytest.mark.parametrize("first", [None, signal.SIGTERM])

@@ -58,6 +58,11 @@ def test_root_operates_the_server_of_a_service_user(made_by_root: Path) -> None:
         assert {"ready"} <= {one.event["kind"] for one in read_events(Address.parse(server.unix, trusts_service=True))}
         with Client(server.unix) as engine, pytest.raises(ServerUnavailable, match="wanted 0 or root"):
             engine.status()
+        said = refusal(kvdock("bench", KVDOCK_SOCKET_PATH=socket_path), 1)
+        assert "maps the pool, as engines do; " in said and f"set KVDOCK_TRUSTED_UID={SERVICE_UID}" in said
+        few = ("bench", "--rounds", "10", "--mib", "2")
+        done = kvdock(*few, KVDOCK_SOCKET_PATH=socket_path, KVDOCK_TRUSTED_UID=str(SERVICE_UID))
+        assert done.returncode == 0, done.stderr
 
 
 @needs_root
@@ -88,6 +93,26 @@ def test_commands_find_the_shipped_socket_unless_another_is_set(
     assert default_address() == "unix:/elsewhere"
     monkeypatch.setenv("KVDOCK_ADDRESS", "localhost:7410")
     assert default_address() == "localhost:7410"
+
+
+@needs_root
+def test_a_user_who_may_not_see_the_services_socket_hears_whose_it_is(made_by_root: Path) -> None:
+    """And not that there is no server: it would start a second one."""
+    program = (
+        "import os, sys; from pathlib import Path\n"
+        "from kvdock.cli import client; from kvdock.cli.errors import CommandError\n"
+        "import encodings.idna, socket\n"
+        f"client.SERVICE_SOCKET = {str(made_by_root / 'kvdock.sock')!r}\n"
+        "os.setuid(7411)\n"
+        "try:\n"
+        "    with client.reached('') as server: server.status()\n"
+        "except CommandError as error: print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=clean_environ(XDG_RUNTIME_DIR=str(made_by_root.parent)),
+        capture_output=True, text=True, timeout=60,
+    )
+    assert f"{made_by_root}/kvdock.sock: [Errno 13] Permission denied; it is another user's: run this as" in done.stdout
 
 
 def test_the_shipped_files_put_the_socket_where_commands_look() -> None:

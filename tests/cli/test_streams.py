@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -40,6 +41,16 @@ def test_a_full_output_is_one_sentence(
 def test_a_command_whose_streams_are_closed_does_its_work(server: ServerProcess, command: str) -> None:
     done = run("<&- >&-", command, server)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_command_whose_reader_has_gone_ends_quietly_by_sigpipe(server: ServerProcess) -> None:
+    """As cat does: `kvdock … | head -1` prints nothing else, and pipefail sees 141."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [*KVDOCK, "config", "get", "--server", server.unix]
+    with os.fdopen(writer, "wb") as closed:
+        done = subprocess.run(command, env=clean_environ(), stdout=closed, stderr=subprocess.PIPE, timeout=TIMEOUT_S)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 def test_a_sentence_that_cannot_be_written_changes_no_exit_status() -> None:

@@ -131,7 +131,7 @@ MUTANTS = (
     ),
     Mutant(
         "S23", "two edits of the access file at once lose a token", "kvdock/api/access/access_file.py",
-        "fresh.touch(mode=0o600, exist_ok=False)", "fresh.touch(mode=0o600)",
+        "os.O_CREAT | os.O_EXCL | ", "os.O_CREAT | ",
         (_COMMANDS, "-k", "at_once"), "test_edits_at_once_lose_nothing",
     ),
     Mutant(

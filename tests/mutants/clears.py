@@ -15,8 +15,8 @@ MUTANTS = (
     Mutant(
         "T9a", "the mover gets no order to clear", CLEARS,
         "        for order in pending:\n            if order is not None:\n                self._send(order)\n"
-        "        chunks = await self._remove_cleared()\n",
-        "        chunks = await self._remove_cleared()\n",
+        "        cleared = InPool(await self._remove_cleared(), ",
+        "        cleared = InPool(await self._remove_cleared(), ",
         on_disk("no_tier and clear"), "",
         equivalent="tiers follow the pool's generations, too",
     ),

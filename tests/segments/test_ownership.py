@@ -292,6 +292,16 @@ def test_a_folder_that_is_another_users_link_is_not_used(tmp_path: Path) -> None
         pytest.fail("bound")
 
 
+@pytest.mark.parametrize(("path", "cannot"), [
+    ("file/kvdock.sock", "use the socket path"), ("a/b/kvdock.sock", "use the socket's folder"),
+])
+def test_a_socket_that_cannot_be_made_names_the_user_and_what_to_do(tmp_path: Path, path: str, cannot: str) -> None:
+    (tmp_path / "file").touch(mode=0o600)
+    wanted = f"choose another socket_path, in a folder that user {os.geteuid()} may write to"
+    with pytest.raises(StartupError, match=f"^cannot {cannot} .*; {wanted}$"), bind_unix(str(tmp_path / path)):
+        pytest.fail("bound")
+
+
 def test_objects_and_socket_of_a_server_are_for_its_user_alone() -> None:
     with ServerProcess() as server:
         for name in server.shared_memory():

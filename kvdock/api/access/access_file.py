@@ -422,33 +422,36 @@ def _edit(path: str, change: Change) -> None:
     try:
         file = Path(path).resolve()
         fresh = file.with_name(f"{file.name}.new")
-        _claim(fresh)
+        fd = _claim(fresh)  # what is done to it is done by this number: somebody may put another file in its place
         try:
             found = file.stat() if file.exists() else None
             if found and found.st_mode & FORBIDDEN_BITS:
                 mode, wanted = stat.filemode(found.st_mode), "one that others cannot open: chmod 600"
                 raise AccessFileError(f"access file {path}: found {mode}, wanted {wanted}")
             text = _changed(file.read_text() if found else "", path, change)
-            with fresh.open("w") as writing:
+            with os.fdopen(fd, "w", encoding="utf-8", closefd=False) as writing:
                 writing.write(text)
-                writing.flush()
-                os.fsync(writing.fileno())
-            if found:  # the server that could read the file still can
-                fresh.chmod(stat.S_IMODE(found.st_mode))
-                os.chown(fresh, found.st_uid, found.st_gid)
+            if found or os.geteuid() == 0:  # the server that could read the file still can; or the folder's user can
+                owner = found or file.parent.stat()
+                os.fchown(fd, owner.st_uid, owner.st_gid)
+            if found:
+                os.fchmod(fd, stat.S_IMODE(found.st_mode))
+            os.fsync(fd)
             fresh.replace(file)
         except BaseException:
             with suppress(FileNotFoundError):
                 fresh.unlink()
             raise
+        finally:
+            os.close(fd)
     except (OSError, UnicodeDecodeError) as error:
         raise AccessFileError(f"access file {path}: {error}") from error
 
 
-def _claim(fresh: Path) -> None:
-    """Makes the file that will replace the present one, and keeps other edits out until then."""
+def _claim(fresh: Path) -> int:
+    """Makes the file that will replace the present one, and keeps other edits out until then. Returns its number."""
     try:
-        fresh.touch(mode=0o600, exist_ok=False)
+        return os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise AccessFileError(
             f"found {fresh}: another command changes the access file; remove it if none does"

@@ -71,10 +71,9 @@ def _kv_zmq(settings: Settings) -> KvZmq:
             is_positional=settings.kv_events_form == "array",
         )
     except zmq.ZMQError as error:
-        raise StartupError(
-            "bad_address", f"KV events cannot be published at {settings.kv_events_endpoint!r} and "
-            f"{settings.kv_events_replay_endpoint!r}: {error}"
-        ) from error
+        asked = filter(None, (settings.kv_events_endpoint, settings.kv_events_replay_endpoint))
+        where = " and ".join(map(repr, asked))
+        raise StartupError("bad_address", f"KV events cannot be published at {where}: {error}") from error
 
 
 @contextmanager

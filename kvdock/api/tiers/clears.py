@@ -104,6 +104,15 @@ class _Pending:
 
 
 @dataclass(frozen=True)
+class InPool:
+    """What a clear took out of use in the pool."""
+
+    chunks: int
+    namespaces: int
+    """With chunks or without."""
+
+
+@dataclass(frozen=True)
 class TierAnswers:
     """What tiers have done about one call. `pending`: the tiers that have not carried it out yet. `chunks`: how many
     were deleted from tiers; a chunk counts once for each tier that had it. `is_cleared`: the namespace was cleared
@@ -147,8 +156,8 @@ class Clears:
 
     # ---------------------------------------------------------------- calls of people and engines
 
-    async def clear(self, space: NamespaceRecord | None, tenant: str | None = None) -> tuple[int, TierAnswers]:
-        """Returns how many chunks were taken out of the pool, and what tiers have done. Without `space`: clears all
+    async def clear(self, space: NamespaceRecord | None, tenant: str | None = None) -> tuple[InPool, TierAnswers]:
+        """Returns what was cleared in the pool, and what tiers have done. Without `space`: clears all
         namespaces, of the tenant if there is one, in the tiers also those that this server does not know."""
         spaces, others = [], list[NamespaceView]()
         if space is not None:
@@ -178,15 +187,15 @@ class Clears:
         for order in pending:
             if order is not None:
                 self._send(order)
-        chunks = await self._remove_cleared()
-        return chunks, await self._tiers_answer(pending)
+        cleared = InPool(await self._remove_cleared(), len(spaces) + len(others))
+        return cleared, await self._tiers_answer(pending)
 
     async def delete(self, space: NamespaceRecord, keys: bytes, slice_bytes: int) -> tuple[int, TierAnswers]:
         """Returns how many chunks were taken out of the pool, and what tiers have done. `slice_bytes`: how much of
         `keys` is deleted before other calls get a turn."""
         if len(keys) > MOST_PENDING_KEYS * KEY_BYTES and self.contents.tiers and not space.tenant:
-            chunks, answers = await self.clear(space)
-            return chunks, TierAnswers(answers.pending, answers.chunks, is_cleared=True)
+            cleared, answers = await self.clear(space)
+            return cleared.chunks, TierAnswers(answers.pending, answers.chunks, is_cleared=True)
         pending = None if space.tenant else self._order(space.digest, 0, keys, space)
         await self._save()
         self._next_edition(space)  # first, so that no reservation of the mover's from now on is based on earlier reads

@@ -45,6 +45,7 @@ POOL_SHARE = 0.5
 """The benchmark holds at most this share of the bytes that one session may hold."""
 REQUEST = "bench"
 _NO_ROOM = "the benchmark's chunks do not fit in the pool: try a smaller --mib, or an idle server"
+_DISTURBED = "other engines use the pool, or it was drained or handed over; try again when it is idle"
 _LOST = "the server was lost during the benchmark"
 
 
@@ -216,7 +217,7 @@ def _lookups(client: Client, rounds: int) -> dict[str, float]:
                 spent_ms = (time.perf_counter_ns() - began) / 1e6
                 if answer.lease is None or len(answer.chunks) != count:
                     found = f"a lookup found {len(answer.chunks)} of {count} chunks"
-                    raise CommandError(f"{found}: other engines use the pool; try again when it is idle", FAILED)
+                    raise CommandError(f"{found}: {_DISTURBED}", FAILED)
                 asked.release_later(answer.lease, session, [0])
                 if number >= 0:
                     took_ms[count].append(spent_ms)

@@ -264,6 +264,15 @@ def test_the_shell_completes_names_of_tokens(tmp_path: Path) -> None:
     assert done.stdout.split() == ["two"]
 
 
+@pytest.mark.parametrize(("name", "said"), [
+    ("", r"found drwx.*, wanted a plain file"), ("none/access.toml", r"No such file or directory \(as user \d+\)"),
+])
+def test_a_path_that_is_no_access_file_is_named_once(tmp_path: Path, name: str, said: str) -> None:
+    path = tmp_path / name
+    done = kvdock("token", "add", "one", "--access-file", str(path))
+    assert re.fullmatch(f"kvdock: access file {path}: {said}; the file was not changed", refusal(done, 2))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of others")
 def test_root_makes_the_file_for_the_user_whose_folder_it_is(tmp_path: Path) -> None:
     """The server's, which could not read a file of root with mode 0600."""

@@ -296,7 +296,13 @@ def tokens_in(path: str) -> list[Token]:
     try:
         return parse(Path(path).read_text(), path)
     except (OSError, UnicodeDecodeError) as error:
-        raise AccessFileError(f"access file {path}: {error}") from error
+        raise _unusable(path, error) from error
+
+
+def _unusable(path: str, error: OSError | UnicodeDecodeError) -> AccessFileError:
+    """The error's own text has the path once more, or that of the file `.new`."""
+    why = str(error) if isinstance(error, UnicodeDecodeError) else error.strerror
+    return AccessFileError(f"access file {path}: {why} (as user {os.geteuid()})")
 
 
 def add_token(
@@ -425,6 +431,8 @@ def _edit(path: str, change: Change) -> None:
         fd = _claim(fresh)  # what is done to it is done by this number: somebody may put another file in its place
         try:
             found = file.stat() if file.exists() else None
+            if found and not stat.S_ISREG(found.st_mode):
+                raise AccessFileError(f"access file {path}: found {stat.filemode(found.st_mode)}, wanted a plain file")
             if found and found.st_mode & FORBIDDEN_BITS:
                 mode, wanted = stat.filemode(found.st_mode), "one that others cannot open: chmod 600"
                 raise AccessFileError(f"access file {path}: found {mode}, wanted {wanted}")
@@ -445,7 +453,7 @@ def _edit(path: str, change: Change) -> None:
         finally:
             os.close(fd)
     except (OSError, UnicodeDecodeError) as error:
-        raise AccessFileError(f"access file {path}: {error}") from error
+        raise _unusable(path, error) from error
 
 
 def _claim(fresh: Path) -> int:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 import typer
 
-from kvdock.api.errors import SettingsError, StartupError
+from kvdock.api.errors import AccessFileError, SettingsError, StartupError
 from kvdock.api.log import set_up
 from kvdock.api.settings import ENV_PREFIX, Settings, choices_of, effective
 from kvdock.cli.errors import ctrl_c_waits
@@ -124,11 +124,18 @@ def _refusal(config: MoverConfig) -> tuple[bool, str]:
 
 
 def make_room(settings: Settings) -> None:
-    """Asks the server at the socket, if there is one, to end and to leave its pool to this one."""
-    from kvdock.api.pool.adopt import ask_to_leave
+    """Asks the server at the socket, if there is one, to end and to leave its pool to this one, unless this one could
+    not start then. Raises StartupError."""
+    from kvdock.api.access.access_file import AccessFile
+    from kvdock.api.pool.adopt import ask_to_leave, require_formats
 
     if settings.adopt == "never":
         raise StartupError("not_adoptable", "--takeover keeps the pool, --adopt=never removes it: choose one")
+    require_formats(settings.socket_path)
+    try:
+        AccessFile(settings.access_file)
+    except AccessFileError as error:
+        raise StartupError("access_file", str(error)) from error
     pid = ask_to_leave(settings.socket_path, patience_s=settings.drain_s + LEAVING_S)
     if pid:
         typer.echo(f"process {pid} has left its pool at {settings.socket_path}", err=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from subprocess import Popen
 
 import pytest
+from adoption_helpers import of_another_release
 from api_helpers import ServerProcess, attach, eventually, keys, unique
 from cli_helpers import TIMEOUT_S, first_line, kvdock, kvdock_serve, refusal
 from frozen import frozen
@@ -86,6 +87,19 @@ def test_with_nobody_to_take_over_from_it_just_starts(tmp_path: Path) -> None:
 def test_taking_over_and_never_adopting_exclude_each_other(tmp_path: Path) -> None:
     said = refusal(kvdock("serve", "--takeover", "--adopt", "never", "--socket-path", str(tmp_path / "s")), 1)
     assert "choose one" in said
+
+
+def test_a_server_that_could_not_be_followed_is_not_asked_to_leave(tmp_path: Path) -> None:
+    """Neither by a release that does not read its pool, nor by a server that would not start: nobody would serve."""
+    with ServerProcess() as server:
+        take = ("serve", "--takeover", "--port", "0", "--socket-path", str(server.settings["socket_path"]))
+        with of_another_release(server):
+            said = refusal(kvdock(*take), 1)
+        assert "cannot be taken over, so its server goes on: " in said and "found format 999, this release" in said
+        assert "No such file" in refusal(kvdock(*take, "--access-file", str(tmp_path / "none")), 1)
+        assert server.process.poll() is None
+        with Client(server.unix) as client:
+            assert not client.status().reasons, "it was not asked to drain"
 
 
 def test_without_takeover_the_running_server_keeps_its_pool(tmp_path: Path) -> None:

@@ -315,13 +315,16 @@ def test_sighup_waits_while_the_program_is_imported(tmp_path: Path) -> None:
         with subprocess.Popen(
             command, env=clean_environ(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as process:
-            eventually(lambda: _blocks(process.pid, signal.SIGHUP))
-            assert not (tmp_path / "kvdock.sock").exists()
-            process.send_signal(signal.SIGHUP)
-            said = first_line(process)
-            blocked = _blocks(process.pid, signal.SIGHUP)
-            process.send_signal(signal.SIGTERM)
-            _, err = process.communicate(timeout=TIMEOUT_S)
+            try:
+                eventually(lambda: _blocks(process.pid, signal.SIGHUP))
+                assert not (tmp_path / "kvdock.sock").exists()
+                process.send_signal(signal.SIGHUP)
+                said = first_line(process)
+                blocked = _blocks(process.pid, signal.SIGHUP)
+                process.send_signal(signal.SIGTERM)
+                _, err = process.communicate(timeout=TIMEOUT_S)
+            finally:
+                process.kill()
     finally:
         signal.signal(signal.SIGHUP, inherited)
     assert said.startswith("kvdock is ready") and not blocked and process.returncode == 0, err

@@ -250,7 +250,7 @@ def squatted() -> Iterator[str]:
 def test_another_users_server_is_not_believed(squatted: str, kind: type[Client]) -> None:
     with kind(f"unix:{squatted}") as client, pytest.raises(ServerUnavailable, match=f"found user {STRANGER}, wanted"):
         client.status(timeout_s=0.5)
-    with pytest.raises(StartupError, match=f"found user {STRANGER}, wanted 0 or root"):
+    with pytest.raises(StartupError, match=f"found user {STRANGER}, wanted 0: start this one as user {STRANGER}"):
         ask_to_leave(squatted, patience_s=1.0)
 
 

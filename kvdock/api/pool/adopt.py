@@ -16,17 +16,17 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvdock._core import Table, TableError
 from kvdock.api.errors import AdoptionError, OtherFormat, StartupError
 from kvdock.api.pool.kept_object import read_own
-from kvdock.api.pool.lock import LeftPool, PoolLock, left_pools, secret_of
+from kvdock.api.pool.lock import LeftPool, PoolLock, left_pools, pools_at, secret_of
 from kvdock.api.pool.segments import SegmentPool
 from kvdock.api.settings import Settings
-from kvdock.protocol.access import require_trusted_server
+from kvdock.protocol.access import credentials_of
 from kvdock.shm import objects as shm
 from kvdock.shm.errors import AttachError, ForeignObject, PoolGone, PoolInUse, PoolTooSmall, SegmentWrongVersion
 from kvdock.shm.objects import kept_path
@@ -168,6 +168,19 @@ def check_format(pool_id: int) -> None:
         raise
 
 
+def require_formats(socket_path: str) -> None:
+    """Raises StartupError(not_adoptable) if this release could not take over a pool of the server that listens there:
+    to be called before that server is asked to leave, since nobody would serve then."""
+    for pool_id in pools_at(socket_path):
+        with suppress(OSError, TableError, ForeignObject, ValueError):  # of damage the next server has its own say
+            try:
+                check_format(pool_id)
+            except OtherFormat as error:
+                why = f"pool {pool_id:016x} at {socket_path} cannot be taken over, so its server goes on: {error}"
+                advice = "Stop that server and start this one with --adopt=never, which removes the pool"
+                raise StartupError("not_adoptable", f"{why}. {advice}") from error
+
+
 def _other_format(error: TableError) -> OtherFormat:
     return OtherFormat(f"{error} (found format {error.found}, this release reads {error.wanted})")
 
@@ -285,10 +298,12 @@ def ask_to_leave(socket_path: str, *, patience_s: float) -> int:
             return 0
         except OSError as error:
             raise StartupError("socket_in_use", f"socket {socket_path}: {error}") from error
-        try:
-            pid = require_trusted_server(asking, socket_path).pid
-        except PermissionError as error:
-            raise StartupError("socket_in_use", str(error)) from error
+        pid, uid = credentials_of(asking)
+        if uid != os.geteuid():
+            raise StartupError(
+                "socket_in_use",
+                f"the server at {socket_path}: found user {uid}, wanted {os.geteuid()}: start this one as user {uid}",
+            )
         try:
             process = os.pidfd_open(pid)
         except OSError as error:

@@ -4,7 +4,8 @@
   server needs to know the order of chunks. A hook around the offer reads that page's hash from the tree. If it cannot,
   the parent is unknown, which the protocol allows: chunks are found all the same, and are evicted in a worse order.
 - The admission of a request, and its end (outcomes.py).
-- The request for which SGLang looks up or inserts pages (texts.py), and the tokens of these pages (page_names.py).
+- The requests that arrive, that for which SGLang looks up or inserts pages (texts.py), and the tokens of these pages
+  (page_names.py).
 - What all ranks can load. SGLang finds it with tensors, also for a rank that is alone: .1 ms a lookup, and each call of
   PyTorch passes the interpreter lock to other threads.
 - The KV cache events that SGLang is about to publish (page_names.py).
@@ -186,7 +187,8 @@ def _match(original: Callable[..., Any], wrapper: Any, key: Any, req: Any, resul
     if linker.why_not(req):
         return result
     above = partial(wrapper.cache.get_last_hash_value, result.last_device_node)
-    with linker.texts.matching(req), linker.naming.matching(key, result.device_prefix_len, above):
+    local, named = int(result.device_prefix_len), key if linker.texts.is_text(req) else None
+    with linker.texts.matching(req, local // wrapper.cache.page_size), linker.naming.matching(named, local, above):
         return original(wrapper, key, req, result, *more, **how)
 
 
@@ -212,7 +214,8 @@ def _insert(original: Callable[..., Any], cache: Any, params: Any, *more: Any, *
     linker = _linker_of(cache)
     if linker is None:
         return original(cache, params, *more, **how)
-    with linker.fresh.adopting(params.value, params.prev_prefix_len), linker.naming.inserting(params.key):
+    named = params.key if linker.texts.is_text(linker.fresh.inserts) else None
+    with linker.fresh.adopting(params.value, params.prev_prefix_len), linker.naming.inserting(named):
         pending = len(cache.linker.pending_offloads)
         result = original(cache, params, *more, **how)
         offer_state(cache, params, result, pending, linker.naming.offering)
@@ -226,8 +229,10 @@ def _linker_of(cache: Any) -> Any:
 
 
 def _queue(original: Callable[..., Any], scheduler: Any, req: Any, *more: Any, **how: Any) -> Any:
-    answer = original(scheduler, req, *more, **how)
     linker = _linker_of(scheduler.tree_cache)
+    if linker is not None:
+        linker.texts.meet(req)
+    answer = original(scheduler, req, *more, **how)
     if linker is not None:
         from kvdock.connectors.sglang.holding import arrive
 

@@ -137,7 +137,10 @@ class KvdockLinker(UnifiedCacheLinker):
         self._offloads = Offloads(self._rank_pools, self._ranks, self._weights, self._figures, self._zero)
         wants_names = self._zero.wants_names if self._zero is not None else lambda: False
         self.naming = Naming(params.page_size, wants_names, has_pairs=params.is_eagle)
-        self.texts = Texts(model.vocab_size if getattr(model, "is_multimodal", False) else None)
+        self.texts = Texts(
+            model.vocab_size if getattr(model, "is_multimodal", False) else None, params.page_size,
+            has_pairs=params.is_eagle, hashes=self._zero is not None,
+        )
         self.guard = Guard(hook_change, PLANS, self.changes.unheard)
         observer = self._zero.observer() if self._zero is not None else SessionObserver()
         start(self._rank_pools.worker.session, self._rank_pools.worker, observer)
@@ -204,7 +207,7 @@ class KvdockLinker(UnifiedCacheLinker):
         pages = next(list(one.keys) for one in transfers if one.name == FULL)
         may_look_up = self._may_share() and self.texts.may_look_up(rid)
         req = self.texts.matched
-        about = About(self.naming.looked_up, traceparent_of(req), asked_by(req).store)
+        about = About(self.naming.looked_up, traceparent_of(req), asked_by(req).store, self.texts.looked_up)
         if self.holding.arrives:
             if self._zero is not None and may_look_up:
                 self._zero.lookups.expect(rid, pages, about)
@@ -332,7 +335,8 @@ class KvdockLinker(UnifiedCacheLinker):
         if FULL not in by_name or not by_name[FULL].keys:
             return False
         inserts = self.fresh.inserts
-        may_store = self._may_share() and self.texts.may_store(inserts) and asked_by(inserts).store
+        is_known, marked = self.texts.offered(inserts, self.naming.first)
+        may_store = self._may_share() and is_known and asked_by(inserts).store
         if self._zero is not None:
             full = by_name[FULL]
             is_fresh = self.fresh.may_store(
@@ -340,7 +344,7 @@ class KvdockLinker(UnifiedCacheLinker):
             )
             may_store = is_fresh and may_store
             may_store = may_store and self._is_ready()
-        about = About(self.naming.offered, traceparent_of(inserts))
+        about = About(self.naming.offered, traceparent_of(inserts), marked=marked)
         self.afterwards.run(self._offer, by_name, self.naming.parent, may_store, about)
         return True
 
@@ -405,7 +409,7 @@ class KvdockLinker(UnifiedCacheLinker):
     def _released(self, zero: RankZero, req: Any) -> None:
         zero.lookups.ended(str(req.rid))
         zero.outcomes.released(req)
-        if not self.texts.why_not(req) and (call := zero.preferences_of(req)) is not None:
+        if self.texts.is_text(req) and not self.texts.why_not(req) and (call := zero.preferences_of(req)) is not None:
             self._offloads.then(call)
 
     def aborted(self, rid: str) -> None:
@@ -442,6 +446,7 @@ class KvdockLinker(UnifiedCacheLinker):
         self._offloads.reset()
         if self._zero is not None:
             self._zero.lookups.reset()
+        self.texts.flushed()
         self._weights.flushed()
 
     def close(self) -> None:
@@ -449,6 +454,7 @@ class KvdockLinker(UnifiedCacheLinker):
         self._offloads.close()
         if self._zero is not None:
             self._zero.close()
+        self.texts.close()
         if self._ranks.notes is not None:
             self._ranks.notes.close()
         self._rank_pools.worker.close()

@@ -43,6 +43,9 @@ from kvdock.connectors.sglang.updates import START, UNKNOWN
 from kvdock.protocol.keys import UNKNOWN_PARENT, HashedChain, tagged
 
 FORGET_S = 10.0
+HASH_WAIT_S = 0.1
+"""How long a request waits for images that are still being hashed."""
+_BYPASSED = "bypassed_"
 MOST_COMPUTING = 16_384
 """The most requests with a promise that were admitted and have not ended. SGLang does not report every end, so the
 oldest is forgotten then."""
@@ -53,16 +56,18 @@ ask when SGLang first tries to admit them."""
 
 @dataclass
 class _Asked:
-    """`pages`: the hashes of the tail that was looked up; `local`: how many of them the device has by now.
-    `verified_by_s`: the time until which the request waits for the verification of the found pages; `was_late`: the
-    verification took longer. `waits`: whether more may be promised later; `until_s`: the time until which the request
-    may wait at most, even if it is looked up with other pages. `found`: how many of the first pages the server had, by
-    the last answer; `why`: why fewer were promised, as in Outcome; `load_bytes`: what the load copies, over all ranks.
+    """`pages`: the hashes of the tail that was looked up; `local`: how many of them the device has by now. `asked_s`:
+    when the request was looked up last; `first_s`: when it first was. `verified_by_s`: the time until which the request
+    waits for the verification of the found pages; `was_late`: the verification took longer. `waits`: whether more may
+    be promised later; `until_s`: the time until which the request may wait at most, even if it is looked up with other
+    pages. `found`: how many of the first pages the server had, by the last answer; `why`: why fewer were promised, as
+    in Outcome; `load_bytes`: what the load copies, over all ranks.
     """
 
     name: str
     pages: tuple[str, ...]
     asked_s: float
+    first_s: float
     local: int = 0
     verified_by_s: float | None = None
     was_late: bool = False
@@ -109,6 +114,11 @@ class Chains:
         """See RequestCallbacks, as for is_stored."""
         return self._about.get(name, NOTHING).traceparent
 
+    def why_not(self, name: str) -> str:
+        """Why pages with images have no keys now, as in Media.why_not; empty: they have, or have no images."""
+        marked = self._about.get(name, NOTHING).marked
+        return marked.marks.why_not() if marked is not None else ""
+
     def is_stored(self, name: str) -> bool:
         return self._about.get(name, NOTHING).is_stored and not self._weights.is_stale
 
@@ -134,6 +144,9 @@ class Chains:
     def of(self, name: str, namespace: bytes, page_tokens: int) -> Chain:
         """See ChainOf."""
         pages, parent, tag = self._pages.get(name, ((), UNKNOWN, b""))
+        marked = self._about.get(name, NOTHING).marked
+        if marked is not None:
+            pages, parent = marked.named(pages, parent)
         chain = HashedChain(tagged(namespace, tag), page_tokens, pages, page_tokens)
         if parent is UNKNOWN:
             chain.parent = UNKNOWN_PARENT
@@ -168,7 +181,8 @@ class PageLookups:
         question, and waits for nothing."""
         if len(self._asked) < MOST_EXPECTED:
             asked = self._known(rid, tuple(pages), about)
-            self._connector.lookups.expect(asked.name, range(len(pages) * self._page_tokens))
+            if not self._chains.why_not(asked.name):
+                self._connector.lookups.expect(asked.name, range(len(pages) * self._page_tokens))
 
     def ask(self, rid: str, pages: Sequence[str], about: About = NOTHING) -> int:
         """How many of the first of `pages` are promised."""
@@ -197,6 +211,10 @@ class PageLookups:
 
     def _found(self, asked: _Asked) -> int | None:
         """How many pages that the device lacks may be promised. None: more may be found soon."""
+        if (why := self._chains.why_not(asked.name)) or asked.why.startswith(_BYPASSED):
+            asked.why = _BYPASSED + why if why else ""
+        if why:
+            return None if why == "unready" and self._clock() - asked.first_s < HASH_WAIT_S else 0
         size, late = self._page_tokens, self._connector.lookups.late
         hit = self._connector.lookups.lookup(asked.name, range(len(asked.pages) * size), asked.local * size)
         if self._connector.lookups.late > late:
@@ -224,12 +242,13 @@ class PageLookups:
                 asked.local, asked.asked_s = local, self._clock()
                 return asked
             self._finish(asked.name)
-        until_s = asked.until_s if asked is not None else None
+        now_s, until_s = self._clock(), asked.until_s if asked is not None else None
+        first_s = asked.first_s if asked is not None else now_s
         self._begun.pop(rid, None)
         self._count += 1
         name = f"{rid}-{self._count}"  # a new name, so that no state of an earlier question is used
         self._chains.named(name, pages, about=about)
-        asked = self._asked[rid] = _Asked(name, pages, self._clock(), until_s=until_s)
+        asked = self._asked[rid] = _Asked(name, pages, now_s, first_s, until_s=until_s)
         self._figures.add("lookup_tokens", len(pages) * self._page_tokens)
         return asked
 

@@ -3,7 +3,8 @@
 SGLang's own events name a page by the first 64 bits of its hash. A call to a linker has the hashes of pages, but
 neither their tokens nor the hash before them. Hooks (hooks.py) report what SGLang looks up and inserts at that time, so
 the tokens are read from there. Pages of requests with a salt, an `extra_key` or an adapter, and those of EAGLE's pairs
-of tokens, have no names: a router that hashes tokens alone would send other requests to them.
+of tokens, have no names: a router that hashes tokens alone would send other requests to them. Nor have those of
+requests with images.
 
 Threads: SGLang's scheduler thread calls every method of Naming; PageTokens is used by any thread.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from kvdock.connectors.announcer import Announcer, Chunk
+from kvdock.connectors.sglang.marks import MarkedPages
 from kvdock.connectors.sglang.updates import START, UNKNOWN
 from kvdock.protocol.kv_events import BlockNames, named
 
@@ -57,15 +59,19 @@ class PageTokens:
 
 class About(NamedTuple):
     """What a call to a linker does not have: the tokens of the pages, if routers may know them, and of the request
-    whose pages they are the `traceparent`, and whether it may be stored."""
+    whose pages they are the `traceparent`, whether it may be stored, and the pages if they have images."""
 
     tokens: PageTokens | None = None
     traceparent: str = ""
     is_stored: bool = True
+    marked: MarkedPages | None = None
 
     def behind(self, pages: Sequence[str]) -> About:
         """As PageTokens.behind."""
-        return self if self.tokens is None else self._replace(tokens=self.tokens.behind(pages))
+        return self._replace(
+            tokens=self.tokens.behind(pages) if self.tokens is not None else None,
+            marked=self.marked.behind(len(pages)) if self.marked is not None else None,
+        )
 
 
 NOTHING = About()
@@ -86,12 +92,14 @@ class Naming:
         """The tokens of the pages that are looked up now. None: the pages have no names, or nobody reads them."""
         self.offered: PageTokens | None = None
         """The tokens of the pages that are offered next, as for `looked_up`."""
+        self.first: int | None = None
+        """The number of the first page that is offered next; None: it is not known."""
         self._inserted: Any = None
 
     @contextmanager
     def matching(self, key: Any, local_tokens: int, above: Callable[[], str | None]) -> Iterator[None]:
-        """SGLang looks up the pages of `key`, its RadixKey, behind the first `local_tokens` tokens. `above`: returns
-        the hash of the page before them."""
+        """SGLang looks up the pages of `key`, its RadixKey, behind the first `local_tokens` tokens. None: they have no
+        names. `above`: returns the hash of the page before them."""
         if self._has_names(key):
             before = above() if local_tokens else START
             if before is not None:
@@ -103,7 +111,7 @@ class Naming:
 
     @contextmanager
     def inserting(self, key: Any) -> Iterator[None]:
-        """SGLang puts the pages of `key` into its tree, and offers nodes on their path."""
+        """SGLang puts the pages of `key` into its tree, and offers nodes on their path. None: they have no names."""
         before, self._inserted = self._inserted, key
         try:
             yield
@@ -114,14 +122,14 @@ class Naming:
     def offering(self, above: Sequence[str] | None) -> Iterator[None]:
         """SGLang offers a node. `above`: the hashes of all pages before it; None: they are not known."""
         if above is not None:
-            self.parent = str(above[-1]) if above else START
+            self.parent, self.first = str(above[-1]) if above else START, len(above)
             if self._has_names(self._inserted):
                 start = len(above) * self._page_tokens
                 self.offered = PageTokens(self.parent, self._inserted.token_ids, start, self._page_tokens)
         try:
             yield
         finally:
-            self.parent, self.offered = UNKNOWN, None
+            self.parent, self.offered, self.first = UNKNOWN, None, None
 
     def _has_names(self, key: Any) -> bool:
         if key is None or self._has_pairs or key.extra_key or key.cache_salt:

@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
 
-import torch
-
 from kvdock.connectors.background import Background
 from kvdock.connectors.requests import Chain
 from kvdock.connectors.running_weights import RunningWeights
+from kvdock.connectors.tensors import Unhashable, add_tensor
 from kvdock.connectors.vllm.adapters import LOADS, Adapter, Adapters, Run
 from kvdock.connectors.vllm.hints import asked_by
 from kvdock.protocol.keys import HashedChain, KeyChain, Mark, tagged
@@ -44,10 +43,6 @@ from kvdock.protocol.keys import HashedChain, KeyChain, Mark, tagged
 MOST_NAMES = 1 << 17
 """The most names that are remembered, more than an engine's own caches can hold. The names that were used longest ago
 are forgotten first."""
-
-
-class Unhashable(ValueError):
-    """An input to be hashed is not in this process, or has no bytes of its own."""
 
 
 @dataclass
@@ -119,7 +114,7 @@ def digest_of_item(item: Mapping[str, Any]) -> bytes:
 def digest_of_tensor(tensor: Any) -> bytes:
     """A digest, of 32 bytes, of a tensor's type, shape and elements. Unhashable unless it is in host memory."""
     digest = hashlib.sha256()
-    _add(digest, tensor)
+    add_tensor(digest, tensor)
     return digest.digest()
 
 
@@ -129,10 +124,7 @@ def _add(digest: Any, found: Any) -> None:
         for one in found:
             _add(digest, one)
         return
-    if not isinstance(found, torch.Tensor) or found.device.type != "cpu":
-        raise Unhashable(f"found {type(found).__name__}, wanted a tensor in memory")
-    digest.update(f"{found.dtype} {tuple(found.shape)}:".encode())
-    digest.update(found.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    add_tensor(digest, found)
 
 
 # --------------------------------------------------------------------------- the request tag

@@ -1,4 +1,4 @@
-"""A model that reads images: texts are loaded, and images by what they show and where they stand."""
+"""Models that read images: texts are loaded, and images by what they show and where they stand."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from typing import Any
 import pytest
 from api_helpers import ServerProcess, eventually
 from engines import Engine
-from whole_engines import HITS, PROMPTS, comes_back, tokens_of
+from whole_engines import HITS, PROMPTS, comes_back
 
 from kvdock.client.client import Client
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(400)]
-READS = {"enable_multimodal": True}
-"""A Gemma 3 reads no images unless it is told to."""
-IMAGE = 259
-"""Stands for an image in a prompt."""
+
+IMAGES = {"media": [259], "grids": [259, 261, 260]}
+"""The tokens that stand for an image in the prompts of each model."""
+TEXT = [36 + at * 7 % 60 for at in range(300)]
+"""Tokens that SGLang's processor of images, which makes words and tokens of them again, leaves as they are."""
 
 
-def picture(red: int, side: int = 28) -> str:
+def picture(red: int, side: int = 56) -> str:
     """A PNG of one colour."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -35,66 +36,108 @@ def picture(red: int, side: int = 28) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode()
 
 
-def prompt_of(image_at: int, *, turn: Sequence[int] = ()) -> list[int]:
-    """A prompt of 300 tokens beside an image, and those of a later turn."""
-    text = [40 + at * 7 % 190 for at in range(300)]
-    return [*text[:image_at], IMAGE, *text[image_at:], *turn]
+BRIGHT, DARK = picture(255), picture(9)
 
 
-@pytest.fixture
-def engine(models: dict[str, Path], server: ServerProcess) -> Iterator[Engine]:
-    with Engine(models["media"], server.unix, engine=READS) as made:
-        yield made
+class Reader:
+    """An engine that reads images."""
+
+    def __init__(self, kind: str, engine: Engine, client: Client) -> None:
+        self._image, self.engine, self._client = IMAGES[kind], engine, client
+
+    def prompt(self, *places: int, turn: Sequence[int] = ()) -> list[int]:
+        """A prompt with images at these places of the text, and the text of a later turn."""
+        cuts = [0, *places, len(TEXT)]
+        parts = [TEXT[start:end] for start, end in zip(cuts, cuts[1:], strict=False)]
+        return [*parts[0], *(token for part in parts[1:] for token in (*self._image, *part)), *turn]
+
+    def shows(self, images: str | Sequence[str], *places: int, turn: Sequence[int] = (), **how: Any) -> tuple[Any, int]:
+        """What it generates with nothing in its own cache, and how many tokens of the prompt were loaded."""
+        self.engine.drain()
+        self.engine.flush()
+        (run,), (loaded,) = self.engine.generate([self.prompt(*places, turn=turn)], image_data=images, **how)
+        return run, loaded
+
+    def stores(self, ask: Callable[[], object]) -> int:
+        """How many chunks `ask` stores."""
+        self.engine.drain()
+        before = self._client.status().counters["stored_chunks"]
+        ask()
+        self.engine.drain()
+        return self._client.status().counters["stored_chunks"] - before
 
 
-@pytest.fixture
-def stored(server: ServerProcess) -> Iterator[Callable[[], int]]:
-    """How many chunks have been stored."""
-    with Client(server.unix) as client:
-        before = client.status().counters["stored_chunks"]
-        yield lambda: client.status().counters["stored_chunks"] - before
+def starts(model: Path, server: ServerProcess) -> Engine:
+    return Engine(model, server.unix, engine={"enable_multimodal": True})  # a Gemma 3 reads none unless it is told to
 
 
-def shows(engine: Engine, image: str | Sequence[str], prompt: Sequence[int], **how: Any) -> tuple[Any, int]:
-    """What it generates with nothing in its own cache, and how many tokens were loaded."""
-    engine.drain()
-    engine.flush()
-    (run,), (cached,) = engine.generate([prompt], image_data=image, **how)
-    return run, cached
+@pytest.fixture(params=IMAGES)
+def reader(request: pytest.FixtureRequest, models: dict[str, Path], server: ServerProcess) -> Iterator[Reader]:
+    with starts(models[request.param], server) as engine, Client(server.unix) as client:
+        yield Reader(request.param, engine, client)
 
 
-def test_texts_are_loaded_and_so_are_images(
-    models: dict[str, Path], server: ServerProcess, engine: Engine
+def test_images_are_loaded_by_what_they_show_and_where_they_stand(
+    reader: Reader, models: dict[str, Path], server: ServerProcess, request: pytest.FixtureRequest
 ) -> None:
-    engine.generate(PROMPTS)
-    local, cached = engine.generate(PROMPTS)
+    reader.engine.generate(PROMPTS)
+    local, cached = reader.engine.generate(PROMPTS)
     assert cached == HITS
-    engine.drain()
-    assert comes_back(engine) == (local, HITS)
+    reader.engine.drain()
+    assert comes_back(reader.engine) == (local, HITS), "texts"
 
-    prompt = prompt_of(200)
-    bright, nothing = shows(engine, picture(255), prompt)
-    assert nothing == 0
-    again, cached = engine.generate([prompt], image_data=picture(255))
+    assert reader.shows(BRIGHT, 200)[1] == 0
+    (bright,), cached = reader.engine.generate([reader.prompt(200)], image_data=BRIGHT)
     assert cached == [256], "SGLang's own cache has it"
-    assert shows(engine, picture(255), prompt) == (again[0], 256)
-    with Engine(models["media"], server.unix, engine=READS) as other:
-        assert shows(other, picture(255), prompt) == (again[0], 256)
+    assert reader.shows(BRIGHT, 200) == (bright, 256)
+    with starts(models[request.node.callspec.params["reader"]], server) as engine, Client(server.unix) as client:
+        other = Reader(request.node.callspec.params["reader"], engine, client)
+        assert other.shows(BRIGHT, 200) == (bright, 256)
 
-    dark, cached_before_it = shows(engine, picture(9), prompt)
-    assert cached_before_it == 192, "the text before the image"
-    assert tokens_of([dark]) != tokens_of([bright]), "it looks at the image"
-    assert shows(engine, picture(9), prompt)[1] == 256
-    assert shows(engine, picture(255), prompt_of(140))[1] == 128, "at another place"
-    assert shows(engine, picture(255), prompt_of(140))[1] == 256
+    assert reader.shows(DARK, 200)[1] == 192, "the text before the image"
+    dark, loaded = reader.shows(DARK, 200)
+    assert loaded == 256 and dark != bright, "it looks at the image"
+    assert reader.shows(BRIGHT, 140)[1] == 128, "at another place"
+    assert reader.shows(BRIGHT, 140)[1] == 256
 
-    two = [*prompt[:250], IMAGE, *prompt[250:]]
-    pair, cached_of_first = shows(engine, [picture(255), picture(9)], two)
-    assert cached_of_first in (192, 256)
-    assert shows(engine, [picture(255), picture(9)], two)[1] == 256
-    assert shows(engine, [picture(9), picture(255)], two)[1] == 256
+    assert reader.shows(BRIGHT, 200, turn=range(36, 96))[1] == 256, "the next turn"
+    assert reader.shows(BRIGHT, 200, turn=[*range(36, 96), *range(36, 96)])[1] == 320, "the one behind it"
+    assert reader.shows([BRIGHT, DARK], 200, 250)[1] == 192 + 64 * ("media" in str(request.node.callspec.params))
+    assert reader.shows([BRIGHT, DARK], 200, 250)[1] == 256
 
-    turn = [*tokens_of([again[0]])[0], *range(50, 150)]
-    longer = prompt_of(200, turn=turn)
-    assert shows(engine, picture(255), longer)[1] == 256, "the turn before"
-    assert shows(engine, picture(255), longer)[1] == 384
+
+def test_an_image_of_another_size_is_another_image(models: dict[str, Path], server: ServerProcess) -> None:
+    """Where the model reads it in another size. Its tokens are others then, and have positions of their own."""
+    with starts(models["grids"], server) as engine, Client(server.unix) as client:
+        reader = Reader("grids", engine, client)
+        reader.shows(BRIGHT, 100)
+        assert reader.shows(BRIGHT, 100)[1] == 256
+        assert reader.shows(picture(255, 84), 100)[1] == 64
+        (large,), cached = engine.generate([reader.prompt(100)], image_data=picture(255, 84))
+        assert cached == [256] and reader.shows(picture(255, 84), 100) == (large, 256)
+
+
+def test_a_name_that_a_client_has_forged_shares_nothing(reader: Reader, server: ServerProcess) -> None:
+    """A client may choose of what SGLang makes the numbers in place of an image's tokens."""
+    forged, own = {"mm_hashes": ["ab" * 8]}, {"mm_hashes": ["cd" * 8]}
+    assert reader.shows(BRIGHT, 100, **forged)[1] == 0
+    assert reader.shows(BRIGHT, 100, **forged)[1] == 256, "one image has had the name"
+    assert reader.stores(lambda: reader.shows(DARK, 100, **forged)) == 0
+    assert reader.shows(DARK, 100, **forged)[1] == reader.shows(BRIGHT, 100, **forged)[1] == 0, "two have had it"
+    assert reader.shows(DARK, 100, **own)[1] == 64
+    assert reader.shows(DARK, 100, **own)[1] == 256, "another name is trusted"
+    with Client(server.unix) as client:
+        eventually(lambda: "bypassed_media" in client.status().hits.computed)
+
+
+def test_numbers_in_a_text_make_no_image(reader: Reader) -> None:
+    """Such a request is computed. An image with one of its numbers is no longer shared."""
+    from hashlib import sha256
+
+    digest = sha256(b"sglang-mm-wide-pad-v1" + bytes.fromhex("ab" * 8)).digest()
+    number = 1_000_000 + (int.from_bytes(digest[:8], "big") & (1 << 62) - 1)
+    assert reader.shows(BRIGHT, 100, mm_hashes=["ab" * 8])[1] == 0
+    assert reader.shows(BRIGHT, 100, mm_hashes=["ab" * 8])[1] == 256
+    text = [*TEXT[:100], number, *TEXT[100:]]
+    assert reader.stores(lambda: reader.engine.generate([text])) == 0
+    assert reader.shows(BRIGHT, 100, mm_hashes=["ab" * 8])[1] == 0

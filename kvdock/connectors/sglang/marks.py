@@ -153,8 +153,8 @@ def placed(tokens: Any, inputs: Any, vocabulary: int) -> Placed:
 
 def _runs_of(item: Any, prompt: Any, is_item: Any, vocabulary: int) -> list[tuple[int, int]]:
     """Marks an item's tokens in `is_item`."""
-    if not item.offsets:
-        raise Misplaced("found an item without places")
+    if not item.offsets or item.format.name != "NORMAL":
+        raise Misplaced("found an item without places, or one that the client has made for the model itself")
     runs = sorted((int(first), int(last)) for first, last in item.offsets)
     for first, last in runs:
         if not 0 <= first <= last < len(prompt) or is_item[first : last + 1].any():

@@ -176,7 +176,7 @@ def generate(
             input_ids=prompt, sampling_params={
                 "temperature": 0, "max_new_tokens": new, "ignore_eos": True, "custom_params": custom,
             },
-            return_logprob=True, logprob_start_len=len(prompt) - 1, **more,
+            return_logprob=True, logprob_start_len=-1 if "image_data" in more else len(prompt) - 1, **more,
         )
         if abort_s is not None:
             ends = partial(engine.tokenizer_manager.abort_request, more.get("rid", ""), abort_all="rid" not in more)

@@ -30,8 +30,8 @@ def make(kind: str, folder: str) -> None:
         rows = {"q_proj": 64, "v_proj": 32}
         write_adapter(Path(folder), seed=ord(kind[-1]), width=64, rows=rows, scale=0.3, rank=4)
         return
-    if kind == "media":
-        make_media(Path(folder))
+    if kind in ("media", "grids"):
+        (make_media if kind == "media" else make_grids)(Path(folder))
         return
     if kind in ("llama", "llama-b", "llama-c", "four-heads"):
         config = transformers.LlamaConfig(**{**COMMON, "num_key_value_heads": 4 if kind == "four-heads" else 2})
@@ -65,7 +65,7 @@ def make(kind: str, folder: str) -> None:
         )
         model = transformers.DeepseekV2ForCausalLM(config)
     else:
-        wanted = "llama, llama-b, llama-c, media, window, states, mla, wide, wide-states, wide-mla or adapter-…"
+        wanted = "llama, llama-b, llama-c, media, grids, window, states, mla, wide, wide-states, wide-mla or adapter-…"
         raise ValueError(f"found {kind!r}, wanted {wanted}")
     model.to(config.dtype)
     # The states' model has experts that all tokens share, of no width; SGLang knows none.
@@ -107,6 +107,43 @@ def make_media(folder: Path) -> None:
         name.removeprefix("model.").replace("vision_tower.", "vision_tower.vision_model.")
         .replace("language_model.", "language_model.model."): weight.contiguous()
         for name, weight in weights.items() if ".head." not in name and name != "lm_head.weight"
+    }
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def make_grids(folder: Path) -> None:
+    """A model that reads images, whose tokens have positions in rows and columns."""
+    import transformers
+    from safetensors.torch import save_file
+
+    write_tokenizer(folder)
+    marks = {name: f"<|{name.removesuffix('_token')}|>" for name in (
+        "vision_start_token", "vision_end_token", "image_pad_token", "video_pad_token",
+    )}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, extra_special_tokens=marks, pad_token="<unk>")
+    images, videos = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
+    transformers.Qwen2VLProcessor(images, tokenizer, videos).save_pretrained(folder)
+    ids = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
+    text = {name: value for name, value in COMMON.items() if name not in ("dtype", "tie_word_embeddings")}
+    config = transformers.Qwen2VLConfig(
+        text_config={
+            **text, "num_hidden_layers": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        },
+        vision_config={
+            "embed_dim": 32, "hidden_size": COMMON["hidden_size"], "depth": 1, "num_heads": 2, "mlp_ratio": 2,
+            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_chans": 3,
+        },
+        image_token_id=ids["image_pad_token"], video_token_id=ids["video_pad_token"],
+        vision_start_token_id=ids["vision_start_token"], vision_end_token_id=ids["vision_end_token"],
+        initializer_range=0.3, dtype="float32", tie_word_embeddings=False,
+    )
+    config.architectures = ["Qwen2VLForConditionalGeneration"]
+    config.save_pretrained(folder)
+    weights = transformers.Qwen2VLForConditionalGeneration(config).float().state_dict()
+    named = {  # as above
+        name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): weight.contiguous()
+        for name, weight in weights.items()
     }
     save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
 

@@ -32,6 +32,7 @@ class Item:
     )
 
     def __init__(self, feature: Any, first: int = 100, last: int = 103, **fields: Any) -> None:
+        self.pad_values: tuple[int, ...] | None = None
         for name in self.__struct_fields__:
             setattr(self, name, None)
         self.modality, self.format, self.feature, self.offsets = Format.NORMAL, Format.NORMAL, feature, [(first, last)]
@@ -44,10 +45,12 @@ class Item:
         return self.kind == "image"
 
     def padding_values(self) -> tuple[int, ...]:
-        return tuple(self.pad_values)
+        assert self.pad_values is not None
+        return self.pad_values
 
     def padding_sequence(self, length: int) -> list[int]:
-        return [self.pad_values[at % len(self.pad_values)] for at in range(length)]
+        values = self.padding_values()
+        return [values[at % len(values)] for at in range(length)]
 
 
 class Inputs:
@@ -186,8 +189,8 @@ def test_what_is_not_certain_is_computed(req: Request) -> None:
 @pytest.mark.parametrize(
     "item",
     [
-        Item(None), Item(bright(), precomputed_embeddings=bright()), Item(bright(), model_specific_data={"at": object()}),
-        Item([bright(), bright().to("meta")]),
+        Item(None), Item(bright(), precomputed_embeddings=bright()), Item([bright(), bright().to("meta")]),
+        Item(bright(), model_specific_data={"at": object()}),
     ],
 )
 def test_an_image_that_cannot_be_hashed_is_computed_and_so_is_whatever_has_its_name(item: Item) -> None:
@@ -211,6 +214,15 @@ def test_a_name_is_trusted_as_long_as_it_has_had_one_content() -> None:
     assert not is_shared(shared, other)
     assert not is_shared(shared, first) and not is_shared(shared, again)
     assert is_shared(shared, Request(Item(bright(), hash=8)))
+
+
+def test_a_name_is_not_trusted_while_another_image_of_it_is_hashed() -> None:
+    shared, first = texts(), Request(Item(bright()))
+    assert is_shared(shared, first)
+    assert shared._media is not None
+    shared._media._run = lambda *call: None
+    shared.meet(Request(Item(bright())))
+    assert not shared.offered(first, 0)[0]
 
 
 def test_one_number_that_two_names_share_is_not_trusted() -> None:
@@ -263,9 +275,9 @@ def test_pages_have_no_names_before_the_image_is_hashed() -> None:
 
 def test_a_request_is_remembered_after_sglang_has_dropped_its_images_and_no_longer() -> None:
     shared, req = texts(), Request(Item(bright()))
-    assert is_shared(shared, req)
-    feature = weakref.ref(req.multimodal_inputs.mm_items[0].feature)  # type: ignore[union-attr]
-    req.multimodal_inputs.mm_items[0].feature = None  # type: ignore[union-attr]
+    assert is_shared(shared, req) and req.multimodal_inputs is not None
+    feature = weakref.ref(req.multimodal_inputs.mm_items[0].feature)
+    req.multimodal_inputs.mm_items[0].feature = None
     req.multimodal_inputs = None
     assert shared.offered(req, 0)[0] and feature() is None
     gone = weakref.ref(req)

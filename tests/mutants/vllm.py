@@ -251,7 +251,7 @@ MUTANTS = (
         (*TAGGED, "not_here and 0.24.0"), "test_images_that_are_not_here_are_not_cached",
     ),
     Mutant(
-        "V17e", "an address is hashed as an image", "kvdock/connectors/vllm/request_tag.py",
+        "V17e", "an address is hashed as an image", "kvdock/connectors/tensors.py",
         '        raise Unhashable(f"found {type(found).__name__}, wanted a tensor in memory")\n',
         '        digest.update(repr(found).encode())\n        return\n',
         TAGS, "test_what_cannot_be_hashed_is_not_cached",

@@ -22,6 +22,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 KERNELS = "sgl_kernel"
+OPERATORS = (
+    "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+)
+"""Operators of other models, which are imported with Qwen-VL's processor of images."""
 
 
 class Kernel:
@@ -98,6 +103,8 @@ def prepare() -> None:
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign]  # for this process alone
     torch.library.register_fake = register_fake  # type: ignore[assignment]  # for this process alone
+    for name in OPERATORS:
+        setattr(torch.ops.sgl_kernel, name, Kernel(name))
 
 
 def fork_processes() -> None:

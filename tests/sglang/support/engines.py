@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 ENGINE_PYTHON = ROOT / os.environ.get("SGLANG_ENVIRONMENT", ".venv-sglang-cpu") / "bin" / "python"
 """With SGLANG_ENVIRONMENT: `make test-newest`."""
 KINDS = (
-    "llama", "window", "states", "mla", "adapter-a", "adapter-b", "llama-b", "llama-c", "four-heads", "media",
+    "llama", "window", "states", "mla", "adapter-a", "adapter-b", "llama-b", "llama-c", "four-heads", "media", "grids",
 )
 """What models.py makes."""
 MARK = pytest.mark.sglang

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
@@ -27,9 +27,11 @@ from kvdock.connectors.sglang.afterwards import Afterwards
 from kvdock.connectors.sglang.figures import METRICS, Figures
 from kvdock.connectors.sglang.holding import GOES, WAITS, Holding, admit, next_batch, put_back
 from kvdock.connectors.sglang.loads import Loads, QueuedLoad, Ready
-from kvdock.connectors.sglang.lookups import FORGET_S, MOST_EXPECTED, Chains, PageLookups
+from kvdock.connectors.sglang.lookups import FORGET_S, HASH_WAIT_S, MOST_EXPECTED, Chains, PageLookups
+from kvdock.connectors.sglang.marks import MarkedPages, Marks
 from kvdock.connectors.sglang.offloads import Offloads
 from kvdock.connectors.sglang.outcomes import PageOutcomes
+from kvdock.connectors.sglang.page_names import About
 from kvdock.connectors.sglang.pools import KVGroup, RankPools
 from kvdock.connectors.sglang.rank_zero import Known, RankZero, known_of
 from kvdock.connectors.sglang.ranks import Ranks
@@ -233,6 +235,44 @@ def test_who_has_asked_on_arrival_needs_no_server_when_it_is_admitted(engine: En
         eventually(lambda: client.status().counters["lookups"] == before + MOST_EXPECTED)
         engine.lookups.reset()
     eventually(held(server))
+
+
+class ImageMarks(Marks):
+    """The marks of a request whose image begins in its second page."""
+
+    def __init__(self, why: str = "") -> None:
+        self.why = why
+
+    def why_not(self) -> str:
+        return self.why
+
+    def named(self, first: int, pages: Sequence[str]) -> list[str]:
+        return [page if at == 0 else page[::-1] for at, page in enumerate(pages, first)]
+
+
+def test_pages_with_images_have_names_of_their_own_once_the_images_are_hashed(engine: Engine) -> None:
+    pages = [f"{at}{name[1:]}" for at, name in enumerate(names(3), 1)]
+    marks = ImageMarks()
+    about = About(marked=MarkedPages(marks, 0))
+    engine.offloads.offer(pages, "", {"kv": indices(3, 0)}, {"kv": 3}, lambda: None, may_store=True, about=about)
+    eventually(lambda: engine.offloads.count_ended() == 1)
+    assert engine.offloads.take_ended()
+    assert engine.ask("text", pages) == 1, "the page before the image"
+
+    marks.why = "unready"
+    engine.lookups.expect("image", pages, about)
+    assert engine.lookups.ask("image", pages, about) == 0 and engine.lookups.waits("image", anew=False)
+    marks.why = ""
+    eventually(lambda: engine.lookups.ask("image", pages, about) == 3)
+    assert engine.lookups.ask("image", pages[1:], about.behind(pages[:1])) == 2
+
+    for why, waits in (("unready", True), ("media", False)):
+        marks.why = why
+        assert engine.lookups.ask(why, pages, about) == 0 and engine.lookups.waits(why, anew=False) is waits
+        engine.clock.ahead_s += 2 * HASH_WAIT_S
+        assert engine.lookups.ask(why, pages, about) == 0 and not engine.lookups.waits(why, anew=False)
+        answered = engine.lookups.admitted(why)
+        assert answered is not None and answered.why == f"bypassed_{why}"
 
 
 def test_a_request_is_held_back_until_what_was_found_is_verified_but_not_for_ever(engine: Engine) -> None:

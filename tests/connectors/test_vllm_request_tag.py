@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from kvdock.connectors.tensors import Unhashable
 from kvdock.connectors.vllm.adapters import digest_of_files, look_at
 from kvdock.connectors.vllm.request_tag import (
     PLAIN,
     WAIT_S,
     Tag,
     Tags,
-    Unhashable,
     chain_of,
     digest_of_item,
     digest_of_tensor,

@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/zeroed_array.h"
+
 namespace kvdock {
 
 class KeyFilter {
@@ -49,7 +51,7 @@ class KeyFilter {
 
  private:
   static constexpr size_t kWays = 4, kFirstBuckets = 1 << 14, kMostMoves = 256;
-  static constexpr double kFill = 0.94;
+  static constexpr double kFill = 0.92;  // a fuller stage has to move ever more marks for each key
 
   // `mark`: what is kept of a key; 0 stands for a free slot.
   struct Place {
@@ -57,19 +59,27 @@ class KeyFilter {
     uint16_t mark;
   };
 
+  struct Move {
+    size_t at, way;
+  };
+
   struct Stage {
-    std::vector<std::array<uint16_t, kWays>> buckets;
+    explicit Stage(size_t count) : buckets(count) {}
+
+    ZeroedArray<std::array<uint16_t, kWays>> buckets;  // the pages of a new stage come as it fills: none is cleared now
     size_t keys = 0;
 
+    auto& bucket(size_t at) { return buckets.data()[at]; }
+    const auto& bucket(size_t at) const { return buckets.data()[at]; }
     size_t slots() const { return buckets.size() * kWays; }
     size_t first(Place place) const { return place.hash & (buckets.size() - 1); }
-    // The other bucket of a mark that is in `bucket`.
-    size_t other(size_t bucket, uint16_t mark) const {
-      return (bucket ^ (mark * uint64_t{0x5bd1e995})) & (buckets.size() - 1);
+    // The other bucket of a mark that is in the bucket `at`.
+    size_t other(size_t at, uint16_t mark) const {
+      return (at ^ (mark * uint64_t{0x5bd1e995})) & (buckets.size() - 1);
     }
 
-    static bool exchange(std::array<uint16_t, kWays>& bucket, uint16_t from, uint16_t to) {
-      for (uint16_t& slot : bucket)
+    static bool exchange(std::array<uint16_t, kWays>& in, uint16_t from, uint16_t to) {
+      for (uint16_t& slot : in)
         if (slot == from) {
           slot = to;
           return true;
@@ -78,8 +88,8 @@ class KeyFilter {
     }
 
     bool has(Place place) const {
-      const auto& one = buckets[first(place)];
-      const auto& two = buckets[other(first(place), place.mark)];
+      const auto& one = bucket(first(place));
+      const auto& two = bucket(other(first(place), place.mark));
       bool found = false;
       for (size_t i = 0; i < kWays; ++i) found |= one[i] == place.mark || two[i] == place.mark;
       return found;
@@ -87,7 +97,7 @@ class KeyFilter {
 
     bool remove(Place place) {
       const size_t at = first(place);
-      const bool done = exchange(buckets[at], place.mark, 0) || exchange(buckets[other(at, place.mark)], place.mark, 0);
+      const bool done = exchange(bucket(at), place.mark, 0) || exchange(bucket(other(at, place.mark)), place.mark, 0);
       keys -= done;
       return done;
     }
@@ -97,17 +107,21 @@ class KeyFilter {
       size_t at = first(place);
       uint16_t mark = place.mark;
       uint64_t random = place.hash;
-      std::vector<std::pair<size_t, size_t>> moved;
-      while (!exchange(buckets[at], 0, mark) && !exchange(buckets[other(at, mark)], 0, mark)) {
-        if (moved.size() == kMostMoves) {
-          for (; !moved.empty(); moved.pop_back()) std::swap(buckets[moved.back().first][moved.back().second], mark);
+      std::array<Move, kMostMoves> moved;  // not cleared: most keys move none
+      size_t moves = 0;
+      while (!exchange(bucket(at), 0, mark) && !exchange(bucket(other(at, mark)), 0, mark)) {
+        if (moves == kMostMoves) {
+          while (moves) {
+            const Move last = moved[--moves];
+            std::swap(bucket(last.at)[last.way], mark);
+          }
           return false;
         }
         at = other(at, mark);
         random = random * 6364136223846793005 + 1442695040888963407;
         const size_t way = random >> 62;
-        moved.emplace_back(at, way);
-        std::swap(buckets[at][way], mark);
+        moved[moves++] = {at, way};
+        std::swap(bucket(at)[way], mark);
       }
       ++keys;
       return true;
@@ -132,9 +146,7 @@ class KeyFilter {
   // Each is as large as all before it together. False: it would have too many keys.
   bool open_stage() {
     if (slots() >= most_keys_ && !stages_.empty()) return false;
-    Stage stage;
-    stage.buckets.resize(stages_.empty() ? kFirstBuckets : slots() / kWays);
-    stages_.push_back(std::move(stage));
+    stages_.emplace_back(stages_.empty() ? kFirstBuckets : slots() / kWays);
     return true;
   }
 

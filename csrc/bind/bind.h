@@ -31,6 +31,7 @@ void bind_keys(py::module_& m);
 void bind_pack(py::module_& m);
 void bind_part_map(py::module_& m);
 void bind_plan(py::module_& m);
+void bind_record_heads(py::module_& m);
 void bind_table(py::module_& m);
 
 }  // namespace kvdock

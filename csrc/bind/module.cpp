@@ -31,6 +31,7 @@ PYBIND11_MODULE(_core, m) {
   kvdock::bind_pack(m);
   kvdock::bind_part_map(m);
   kvdock::bind_plan(m);
+  kvdock::bind_record_heads(m);
   kvdock::bind_table(m);
   kvdock::bind_curve(m);
 #ifdef KVDOCK_PAUSE_POINTS

@@ -223,7 +223,7 @@ def test_a_record_that_is_being_loaded_is_not_overwritten(folder: Path, parts: P
     with opened(folder) as tier:
         store_all(tier, [held])
         path, offset = subject.find(held.name)
-        entry = tier._space.hold(key_of(held.name), held.record.length)
+        (entry,) = tier._space.hold_all([(key_of(held.name), held.record.length)])
         assert entry is not None
         ended = threading.Event()
 

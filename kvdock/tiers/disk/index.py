@@ -158,8 +158,12 @@ class Index:
             return found.fetchone() is not None
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Adds rows, in transactions of at most _BATCH_ROWS."""
-        self._many(_INSERT, [(place_of(row.sequence, row.offset), *row[2:]) for row in rows])
+        """As add_places()."""
+        self.add_places([(place_of(row.sequence, row.offset), *row[2:]) for row in rows])
+
+    def add_places(self, rows: Sequence[tuple[int, bytes, int, int, int]]) -> None:
+        """Adds rows in transactions of at most _BATCH_ROWS. A row is as rows() returns it."""
+        self._many(_INSERT, rows)
 
     def remove(self, rows: Iterable[tuple[int, int]]) -> None:
         """`rows`: (sequence, offset) of each."""

@@ -80,6 +80,9 @@ def _pieces(buffers: Sequence[memoryview], most_bytes: int) -> Iterator[tuple[in
     header makes no piece of its own."""
     begin, rest, whole = 0, list(buffers), sum(map(len, buffers))
     count = max(1, -(-(whole - PAGE_BYTES) // most_bytes))
+    if count == 1:
+        yield 0, rest
+        return
     most_bytes = pages_bytes(-(-whole // count))
     while rest:
         piece, left = [], most_bytes

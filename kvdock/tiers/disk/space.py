@@ -23,7 +23,7 @@ from kvdock._core import PartMap
 from kvdock.tiers.disk.copies import Move, copy_all
 from kvdock.tiers.disk.index import Index, Row, offset_of, place_of, where
 from kvdock.tiers.disk.io import Io
-from kvdock.tiers.disk.log import Entry, Extent, Log, Segment, key_of, record_bytes
+from kvdock.tiers.disk.log import Entry, Extent, Log, Segment, record_bytes
 from kvdock.tiers.record import Record
 from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError
 
@@ -176,21 +176,22 @@ class Space:
 
     # ------------------------------------------------------------------ reading
 
-    def hold(self, key: bytes, length: int) -> Entry | None:
-        """The part's entry. Its segment is not emptied until release(). None: there is no such part of that length."""
-        with self.changed:
-            entry = self.entry(key)
-            if entry is None or entry.length != length:
-                return None
-            self._uses += 1
-            self._places.use(key, self._uses)
-            entry.segment.readers += 1
-            return entry
-
     def hold_all(self, parts: Sequence[tuple[bytes, int]]) -> list[Entry | None]:
-        """As hold(), for each part with its length."""
+        """The entry of each part, whose segment is not emptied until release(). None: there is no such part of that
+        length."""
+        found: list[Entry | None] = []
         with self.changed:
-            return [self.hold(key, length) for key, length in parts]
+            for key, length in parts:
+                part = self._places.get(key)
+                if part is None or part[1] != length:
+                    found.append(None)
+                    continue
+                self._uses += 1
+                self._places.use(key, self._uses)
+                entry = self._entry(part)
+                entry.segment.readers += 1
+                found.append(entry)
+        return found
 
     def use(self, keys: Sequence[bytes]) -> list[bool]:
         """For each part whether it is there. Those that are count as used now."""
@@ -246,6 +247,27 @@ class Space:
         with self.changed:
             return self._take(self._current, length)
 
+    def take_run(self, lengths: Iterable[int], most_bytes: int, most: int) -> list[Extent]:
+        """Space for records that follow one another, as take(): for as many parts as the segment has room for, and at
+        most `most` of `most_bytes` together, or a single longer one."""
+        extents: list[Extent] = []
+        with self.changed:
+            segment = self._current
+            if segment is None:
+                return extents
+            most = min(most, self._log.most_records - segment.records)
+            begin = end = segment.end_bytes
+            for length in lengths:
+                after = end + record_bytes(length)
+                if len(extents) >= most or after > segment.size_bytes or (extents and after - begin > most_bytes):
+                    break
+                extents.append(Extent(segment, end))
+                end = after
+            segment.end_bytes = end
+            segment.records += len(extents)
+            segment.writers += len(extents)
+        return extents
+
     def _take(self, segment: Segment | None, length: int) -> Extent | None:
         if segment is None or not self._fits_into(segment, length):
             return None
@@ -260,16 +282,18 @@ class Space:
             return False
         return segment.end_bytes + record_bytes(length) <= segment.size_bytes
 
-    def put(self, written: Sequence[tuple[Record, Extent]]) -> None:
-        """Adds parts that were written, to the index first. The caller still has to call leave()."""
+    def put(self, written: Sequence[tuple[bytes, Record, Extent]]) -> None:
+        """Adds parts that were written, with their keys, to the index first. The caller still has to call leave()."""
         rows = [
-            Row(extent.segment.sequence, extent.offset, key_of(record.name), record.length, record.checksum, 0)
-            for record, extent in written
+            (place_of(extent.segment.sequence, extent.offset), key, record.length, record.checksum, 0)
+            for key, record, extent in written
         ]
-        self._index.add(rows)
+        self._index.add_places(rows)
         with self.changed:
-            for row, (_, extent) in zip(rows, written, strict=True):
-                self._put(row.key, Entry(extent.segment, row.offset, row.length, row.checksum))
+            for place, key, length, checksum, _ in rows:
+                if key in self._places:
+                    self._dropped.append(key)
+                self._places.put(key, place, length, checksum)
 
     def leave(self, extents: Sequence[Extent]) -> None:
         """No thread writes to these extents any more."""

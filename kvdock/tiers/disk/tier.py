@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from kvdock._core import match_record_heads, write_record_heads
 from kvdock.tiers.disk.folder import TIER, DiskNotes, FolderLock
 from kvdock.tiers.disk.index import ROW_BYTES, Index
 from kvdock.tiers.disk.io import (
@@ -31,7 +32,6 @@ from kvdock.tiers.disk.io import (
 )
 from kvdock.tiers.disk.log import (
     NAMESPACE_BYTES,
-    RECORD_HEAD_BYTES,
     Entry,
     Extent,
     Kind,
@@ -43,7 +43,6 @@ from kvdock.tiers.disk.log import (
     name_of,
     read_record,
     record_bytes,
-    record_head,
 )
 from kvdock.tiers.disk.reader import Reader
 from kvdock.tiers.disk.space import Space
@@ -329,15 +328,15 @@ class DiskTier:
                 if len(reading.run) == 1 and not isinstance(error, FileNotFoundError):
                     answers[reading.run[0].at] = Loaded(Outcome.FAILED)
                     return
-            for number, one in enumerate(reading.run):
-                entry = one.entry
-                record = Record(one.part.name, entry.length, entry.checksum)
-                begin = number * PAGE_BYTES
-                found = reading.headers[begin : begin + RECORD_HEAD_BYTES]
-                if is_whole and found == record_head(record, entry.segment.mark, entry.offset):
-                    answers[one.at] = Loaded(Outcome.DONE, entry.checksum)
+            first = reading.run[0].entry
+            records = [(one.key, one.entry.length, one.entry.checksum) for one in reading.run]
+            is_there = match_record_heads(reading.headers, records, first.segment.mark, first.offset)
+            for one, matches in zip(reading.run, is_there, strict=True):
+                if is_whole and matches:
+                    answers[one.at] = Loaded(Outcome.DONE, one.entry.checksum)
                 else:
-                    answers[one.at] = self._load_alone(one, record)
+                    wanted = Record(one.part.name, one.entry.length, one.entry.checksum)
+                    answers[one.at] = self._load_alone(one, wanted)
         finally:
             self._io.run_headers.give_back(reading.headers)
             self._space.release(*(one.entry for one in reading.run))
@@ -451,8 +450,6 @@ class StoreBatch:
         self._outcomes = [Outcome.LATE] * len(parts)
         self._keys = [key_of(part.record.name) for part in parts]
         self._claims: set[bytes] = set()
-        self._run: list[Writing] = []
-        self._run_bytes = 0
         self._in_progress: deque[WritingRun] = deque()
         self._pieces = 0
         self._written: list[Writing] = []
@@ -463,17 +460,19 @@ class StoreBatch:
         left = list(range(len(self._parts)))
         while left and not self._deadline.is_over:
             self._claims, others = self._space.claim([self._keys[at] for at in left], self._deadline)
-            new, begun, later = set(self._claims), set[bytes](), []
+            new, mine, later = set(self._claims), list[int](), []
+            for at in left:
+                key = self._keys[at]
+                if key in new:
+                    new.discard(key)
+                    mine.append(at)
+                elif key in others or key in self._claims:  # of two equal parts in one batch, the second is found later
+                    later.append(at)
+                else:
+                    self._outcomes[at] = Outcome.DONE
             try:
-                for at in left:
-                    key = self._keys[at]
-                    if key in others or key in begun:  # of two equal parts in one batch, the second is found later
-                        later.append(at)
-                    elif key not in new:
-                        self._outcomes[at] = Outcome.DONE
-                    elif not self._deadline.is_over:
-                        begun.add(key)
-                        self._begin(at)
+                while mine and not self._deadline.is_over:
+                    mine = mine[self._begin(mine):]
             finally:
                 self._finish()
                 self._unclaim(set(self._claims))
@@ -482,26 +481,18 @@ class StoreBatch:
             left = later
         return self._outcomes
 
-    def _begin(self, at: int) -> None:
-        record = self._parts[at].record
-        extent = self._extent(at, record.length)
-        if extent is None:
-            return
-        last = self._run[-1] if self._run else None
-        size = record_bytes(record.length)
-        is_full = self._run_bytes + size > PIECE_BYTES or len(self._run) == MOST_RUN
-        if last and (is_full or not follows(extent, last.extent, last.record.length)):
-            self._write()
-        self._run.append(Writing(at, record, extent))
-        self._run_bytes += size
+    def _begin(self, left: list[int]) -> int:
+        """Starts to write a run of the first parts of `left`. Returns how many of these are done with: one where there
+        is no space for it."""
+        extents = self._extents(left)
+        if extents:
+            self._write([Writing(at, self._parts[at].record, to) for at, to in zip(left, extents, strict=False)])
+        return len(extents) or 1
 
-    def _write(self) -> None:
-        """Starts to write the run."""
-        run, self._run, self._run_bytes = self._run, [], 0
+    def _write(self, run: list[Writing]) -> None:
         first, headers = run[0].extent, self._io.run_headers.take()
-        for number, (_, record, extent) in enumerate(run):
-            head = record_head(record, extent.segment.mark, extent.offset)
-            headers[number * PAGE_BYTES : number * PAGE_BYTES + len(head)] = head
+        records = [(self._keys[at], record.length, record.checksum) for at, record, _ in run]
+        write_record_heads(headers, records, first.segment.mark, first.offset)
         buffers = buffers_of([(self._parts[one.at].pages, one.record.length) for one in run], headers)
         transfer = self._io.begin(self._io.write, first.segment.file, buffers, first.offset)
         self._in_progress.append(WritingRun(run, headers, buffers, transfer))
@@ -509,26 +500,27 @@ class StoreBatch:
         while self._pieces > self._io.most_pieces:
             self._end_first()
 
-    def _extent(self, at: int, length: int) -> Extent | None:
-        """Space for the record. None: there is no space, and the part's outcome is set."""
+    def _extents(self, left: list[int]) -> list[Extent]:
+        """Space for a run of the first parts of `left`. []: there is no space, and the outcome of the first is set."""
+        first, outcome = left[0], Outcome.TOO_LARGE
+        length = self._parts[first].record.length
         while length <= self._space.longest_part:
-            extent = self._space.take(length)
-            if extent is not None:
-                return extent
+            extents = self._space.take_run((self._parts[at].record.length for at in left), PIECE_BYTES, MOST_RUN)
+            if extents:
+                return extents
             try:
-                freed = self._space.free_space(length, self._deadline)
+                outcome = self._space.free_space(length, self._deadline)
             except OSError as error:
                 raise_if_lost(error)
-                freed = _outcome_of(error)
-            if freed is Outcome.FULL and (self._run or self._in_progress or self._written):
+                outcome = _outcome_of(error)
+            if outcome is Outcome.FULL and (self._in_progress or self._written):
                 self._finish()
-            elif freed is Outcome.FULL and self._space.wait_for_writers(self._deadline):
+            elif outcome is Outcome.FULL and self._space.wait_for_writers(self._deadline):
                 continue
-            elif freed is not Outcome.DONE:
-                self._outcomes[at] = freed
-                return None
-        self._outcomes[at] = Outcome.TOO_LARGE
-        return None
+            elif outcome is not Outcome.DONE:
+                break
+        self._outcomes[first] = outcome
+        return []
 
     def _end_first(self) -> None:
         run, headers, buffers, transfer = self._in_progress.popleft()
@@ -559,15 +551,13 @@ class StoreBatch:
     def _finish(self) -> None:
         """Waits for all writes in progress, and adds their parts to the index and the maps. Raises TierError after
         that."""
-        if self._run:
-            self._write()
         while self._in_progress:
             self._end_first()
         written, self._written = self._written, []
         if not written:
             return
         try:
-            self._space.put([(writing.record, writing.extent) for writing in written])
+            self._space.put([(self._keys[writing.at], writing.record, writing.extent) for writing in written])
         except OSError as error:
             self._give_up(written, error)
         except BaseException as error:

@@ -55,8 +55,8 @@ from kvdock.tiers.tier import CountsRequests, Deadline, Lists, SharesPool, Still
 
 log = logging.getLogger("kvdock.tiers")
 
-MOST_TOLD = 1024
-"""The most chunks that one report names as known: the server gives a turn to each report."""
+MOST_TOLD = 256
+"""The most chunks that one report names as known: the server gives a turn to each report, for which lookups wait."""
 LISTED_AT_ONCE = 8
 """How many slices of what a tier has from before are taken in a turn."""
 TURN_S = 0.2

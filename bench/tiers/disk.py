@@ -1,7 +1,8 @@
-"""The disk tier beside fio (O_DIRECT, psync, several jobs, preallocated files) on the same file system.
+"""The disk tier beside fio (O_DIRECT, psync, eight jobs, preallocated files) on the same file system.
 
-It is also beside plain writes of the same memory: fio writes a few MiB of memory again and again, which caches have,
-and a tier never does.
+A job of fio moves 4 MiB in a call: the same 32 MiB of memory again and again, which the processor's caches have and a
+tier never does. So the tier is also beside fio whose jobs move their whole files in one call, out of as much memory as
+the tier has; and beside plain writes of the tier's own memory, in calls of 4 MiB, which differ from it in nothing else.
 """
 
 from __future__ import annotations
@@ -25,17 +26,22 @@ FIO_JOBS = 8
 WAYS = ("write", "read")
 
 
-def fio(folder: Path, what: str, mib: int) -> float:
-    """The speed of fio in GB/s. `what`: "read" or "write". The files are written once before, so that neither
-    allocates."""
+def fio(folder: Path, what: str, mib: int, call_mib: int) -> float:
+    """The speed of fio in GB/s. `what`: "read" or "write". `call_mib`: what a job moves in a call, and its memory. The
+    files are written once before, so that neither allocates."""
     command = [
         "fio", "--name=bench", f"--directory={folder}", "--direct=1", "--ioengine=psync", f"--rw={what}",
-        f"--bs={FIO_BLOCK_MIB}m", f"--numjobs={FIO_JOBS}", f"--size={mib // FIO_JOBS}m", "--group_reporting",
+        f"--bs={call_mib}m", f"--numjobs={FIO_JOBS}", f"--size={mib // FIO_JOBS}m", "--group_reporting",
         "--fallocate=posix", "--output-format=json", "--overwrite=1", "--thread",
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     figures = json.loads(done.stdout)["jobs"][0][what]
     return float(figures["bw_bytes"]) / 1e9
+
+
+def fio_rates(folder: Path, mib: int) -> dict[str, float]:
+    kinds = {"fio": min(FIO_BLOCK_MIB, mib // FIO_JOBS), "fio_whole": mib // FIO_JOBS}
+    return {f"{kind}_{what}_gb_s": fio(folder, what, mib, call) for kind, call in kinds.items() for what in WAYS}
 
 
 class PlainWrites:
@@ -87,18 +93,22 @@ def measure(folder: Path, mib: int, rounds: int, threads: int) -> dict[str, list
             batch.round(tier, -warm)
         plain.round()
         if has_fio:
-            fio(folder / "fio", "write", mib)
+            fio_rates(folder / "fio", mib)
         for number in range(rounds):
-            fio_rates = [fio(folder / "fio", what, mib) for what in WAYS] if has_fio and number % 2 else []
+            by_fio = fio_rates(folder / "fio", mib) if has_fio and number % 2 else {}
             plain_rates = [plain.round()] if number % 2 else []
             rates = batch.round(tier, 100 + number)
             (plain_rate,) = plain_rates or [plain.round()]
             note(disk_store_gb_s=rates[0], disk_load_gb_s=rates[1], plain_write_gb_s=plain_rate)
             note(disk_store_share_of_plain=rates[0] / plain_rate)
             if has_fio:
-                fio_rates = fio_rates or [fio(folder / "fio", what, mib) for what in WAYS]
-                note(fio_write_gb_s=fio_rates[0], fio_read_gb_s=fio_rates[1])
-                note(disk_store_share=rates[0] / fio_rates[0], disk_load_share=rates[1] / fio_rates[1])
+                by_fio = by_fio or fio_rates(folder / "fio", mib)
+                note(**by_fio)
+                for kind, ending in (("fio", ""), ("fio_whole", "_of_whole")):
+                    note(**{
+                        f"disk_store_share{ending}": rates[0] / by_fio[f"{kind}_write_gb_s"],
+                        f"disk_load_share{ending}": rates[1] / by_fio[f"{kind}_read_gb_s"],
+                    })
     finally:
         plain.close()
         tier.close(Deadline())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import tracemalloc
 from contextlib import closing
 from typing import Any
@@ -159,7 +160,18 @@ def test_nothing_is_remembered_of_requests_that_are_not_listed_any_more() -> Non
     assert after - before < 200_000, "about what a hundred rows take"
     listed, _ = asyncio.run(recent.view(1000, 0, lambda tenant: True))
     assert len(listed) == 100
-    assert set(recent._without_outcome) | set(recent._with_outcome) <= {("s", one.request) for one in listed}
+    assert set(recent._without_outcome) | set(recent._with_outcome) <= {f"s {one.request}" for one in listed}
+
+
+def test_no_collection_of_garbage_walks_what_is_remembered_by_request() -> None:
+    recent = RecentRequests(keep=1000)
+    for number in range(300):
+        recent.add("", view(f"{number}"), NO_DETAIL)
+        recent.add("", view(f"{number}"), NO_DETAIL)
+        if number % 2:
+            recent.ended("", view(f"{number}", "ended", told(f"{number}")), NO_DETAIL)
+    for remembered in (recent._without_outcome, recent._with_outcome):
+        assert len(remembered) == 150 and not gc.is_tracked(remembered)
 
 
 def test_ids_are_found_by_how_they_begin_over_pages(client: Client, engine: Engine) -> None:

@@ -105,7 +105,7 @@ MUTANTS = (
     Mutant(
         "P73", "what an engine tells of a request joins other sessions' lookups of that name",
         "kvdock/api/record/requests.py",
-        "    return request.session, request.request\n", '    return "", request.request\n',
+        '    return f"{request.session} {request.request}"\n', "    return request.request\n",
         ("tests/api/test_outcomes.py", "-k", "own_session"),
         "test_an_outcome_joins_the_lookups_of_its_own_session_alone",
     ),

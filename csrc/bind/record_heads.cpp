@@ -4,6 +4,7 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 #include <cstring>
 #include <string_view>
@@ -20,20 +21,21 @@ namespace kvdock {
 namespace {
 
 using namespace py::literals;
+using RecordHeads = py::typing::List<py::typing::Tuple<py::bytes, py::int_, py::int_>>;  // key, length, checksum
 
 void require_bytes(const char* what, size_t found, size_t wanted, bool or_more = false) {
   if (found != wanted && !(or_more && found > wanted))
     throw TableError("bad_argument", what, int64_t(found), int64_t(wanted));
 }
 
-// Calls `each` with the number of every record, and with its head. Each record is (key, length, checksum).
+// Calls `each` with the number of every record, and with its head.
 template <class Each>
-void for_each_head(const py::list& records, const py::bytes& mark, uint64_t offset, Each each) {
+void for_each_head(const RecordHeads& records, const py::bytes& mark, uint64_t offset, Each each) {
   const std::string_view of_segment = mark;
   require_bytes("a segment's mark", of_segment.size(), RecordHead::kMark);
   size_t number = 0;
   for (const py::handle record : records) {
-    const auto fields = py::reinterpret_borrow<py::tuple>(record);
+    const auto fields = py::cast<py::tuple>(record);
     require_bytes("the fields of a record", fields.size(), 3);
     const py::bytes key = py::cast<py::bytes>(fields[0]);
     const std::string_view name = key;
@@ -47,7 +49,7 @@ void for_each_head(const py::list& records, const py::bytes& mark, uint64_t offs
 }  // namespace
 
 void bind_record_heads(py::module_& m) {
-  m.def("write_record_heads", [](const py::buffer& pages, const py::list& records, const py::bytes& mark,
+  m.def("write_record_heads", [](const py::buffer& pages, const RecordHeads& records, const py::bytes& mark,
                                  uint64_t offset) {
     const Contiguous to(pages, PyBUF_WRITABLE);
     require_bytes("a page for each record", to.bytes(), records.size() * RecordHead::kPage, true);
@@ -57,7 +59,7 @@ void bind_record_heads(py::module_& m) {
   }, "pages"_a, "records"_a, "mark"_a, "offset"_a,
   "Writes the head of each record into its page. The records, each of (key, length, checksum), follow one another in "
   "the segment from `offset` on. Raises TableError.");
-  m.def("match_record_heads", [](const py::buffer& pages, const py::list& records, const py::bytes& mark,
+  m.def("match_record_heads", [](const py::buffer& pages, const RecordHeads& records, const py::bytes& mark,
                                  uint64_t offset) {
     const Contiguous from(pages);
     require_bytes("a page for each record", from.bytes(), records.size() * RecordHead::kPage, true);

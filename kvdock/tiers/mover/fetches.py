@@ -60,6 +60,9 @@ ASKED_AT_ONCE = 16
 THREADS = 8
 DEPTH = 4
 """How many batches of a fetch are in progress at once: while one is loaded, others are hashed or published."""
+FAR_DEPTH = 2 * DEPTH
+"""The same for a store that other servers use, too: it is asked for its note after each batch, and meanwhile others are
+loaded."""
 AHEAD_EXISTS_S, AHEAD_BATCH_BYTES = 10.0, 8 << 20
 """For fetches ahead of requests: how long a tier may take to answer, and the size of a batch."""
 PASSED_BYTES = 2 << 20
@@ -177,7 +180,7 @@ class _Threads:
     def __init__(self) -> None:
         self.fetches = ThreadPoolExecutor(THREADS, "kvdock-fetch")
         self.ahead = ThreadPoolExecutor(1, "kvdock-ahead")
-        self.readers = ThreadPoolExecutor(DEPTH * THREADS, "kvdock-read")
+        self.readers = ThreadPoolExecutor(FAR_DEPTH * THREADS, "kvdock-read")
         self.notes = ThreadPoolExecutor(2 * THREADS, "kvdock-agree")
 
     def shut_down(self) -> None:
@@ -464,7 +467,9 @@ class Fetches:
         """Loads batch by batch, from chunk number `start` after the hit on: while one batch is hashed and published,
         others are being loaded. A fetch ahead of requests has one batch at a time. Returns whether all chunks are in
         the pool, or are being loaded or stored by others."""
-        depth, most_bytes = (1, AHEAD_BATCH_BYTES) if fetch.is_ahead else (DEPTH, self._batch_bytes)
+        depth, most_bytes = FAR_DEPTH if handle.tier.poll_s else DEPTH, self._batch_bytes
+        if fetch.is_ahead:
+            depth, most_bytes = 1, AHEAD_BATCH_BYTES
         if fetch.depth:
             most_bytes = min(most_bytes, PASSED_BYTES)
         in_progress: deque[_Batch] = deque()

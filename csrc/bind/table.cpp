@@ -354,8 +354,8 @@ void bind_namespaces(py::class_<BoundTable>& c) {
       .def("namespaces", call(&Chunks::spaces))
       .def("namespace", call(&Chunks::space_info), "number"_a)
       .def("namespaces_in_use", call(&Namespaces::in_use), "tenant"_a, "leaving"_a = kNone,
-           "How many of the tenant's namespaces sessions have not left. `leaving`: the number of one that one of its "
-           "sessions is about to leave; without others in it, it does not count.");
+           "How many namespaces of the tenant, or of all (None), sessions have not left. `leaving`: the number of one "
+           "that one of its sessions is about to leave; without others in it, it does not count.");
 }
 
 void bind_tenants(py::class_<BoundTable>& c) {

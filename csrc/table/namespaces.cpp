@@ -12,11 +12,11 @@ std::optional<uint32_t> Namespaces::find(const Key& digest) const {
   return at == by_digest_.end() ? std::nullopt : std::optional(at->second);
 }
 
-size_t Namespaces::in_use(const Id16& tenant, uint32_t leaving) const {
-  auto number = tenants_.find(tenant);
+size_t Namespaces::in_use(const std::optional<Id16>& tenant, uint32_t leaving) const {
+  const auto number = tenant ? tenants_.find(*tenant) : std::nullopt;
   size_t count = 0;
   for (uint32_t i : live())
-    count += number == tenant_of_[i] && !left_.has(i) && !(i == leaving && sessions_[i] == 1);
+    count += (!tenant || number == tenant_of_[i]) && !left_.has(i) && !(i == leaving && sessions_[i] == 1);
   return count;
 }
 

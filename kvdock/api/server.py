@@ -220,8 +220,10 @@ class Server:
                 self._manager.ready(f"serves engines at {addresses.unix}, HTTP at {addresses.http}")
 
             app = create_app(settings, parts, lifespan)
+            connections = connection_class(connection_limits(settings), parts.meter)
+            parts.handlers.probes.full_connections = connections.counts.full
             self._uvicorn = _Uvicorn(
-                uvicorn_config(app, connection_class(connection_limits(settings), parts.meter)), self._terminal,
+                uvicorn_config(app, connections), self._terminal,
                 lambda: parts.background.once("announcing the server", say_ready()),
                 lambda: parts.background.once("reading settings and access tokens again", rereading.run()),
                 parts.drain, lambda: self._publish_drain(pool), self._manager.alive,

@@ -354,14 +354,15 @@ def test_a_server_without_room_for_namespaces_says_so_and_which_tenant_has_most(
                         Pulse(time.perf_counter_ns))  # fmt: skip
         user, others = of_user(os.geteuid()), Peer("a reader", frozenset({"read"}), "team-c", is_unix=False)
         members = [pool.namespace(f"team-{'ab'[number % 2]}", number) for number in range(MAX_NAMESPACES - 1)]
-        assert probes.full_for_new_engines(user) == []
+        assert probes.full() == []
         members.append(pool.namespace("team-b", MAX_NAMESPACES))
         pool.table.leave(members[0])
         pool.registry.drop_idle_namespaces(pool.table)  # as the keeper does
-        assert probes.full_for_new_engines(user) == []
+        assert probes.full() == []
         pool.namespace("team-b", 0)
-        assert probes.full_for_new_engines(user) == [NAMESPACES_HELD, "most are of tenant team-b: 513 namespaces"]
-        assert probes.full_for_new_engines(others) == [NAMESPACES_HELD]
+        (full,) = probes.full()
+        assert full.told(user) == [NAMESPACES_HELD, "most are of tenant team-b: 513 namespaces"]
+        assert full.told(others) == [NAMESPACES_HELD]
         assert probes.ready().status == "ok", "engines that are attached go on"
 
 

@@ -119,7 +119,9 @@ def quick_server(folder: str, *tokens: str, pace: Pace | None = None, **limits: 
         with bind_tcp("127.0.0.1", 0) as tcp, bind_unix(settings.socket_path) as unix:
             parts = build(settings, pool, AccessFile(path), Clocks())
             app = create_app(settings, parts)
-            config = uvicorn_config(app, connection_class(replace(LIMITS, **limits), parts.meter, pace))
+            connections = connection_class(replace(LIMITS, **limits), parts.meter, pace)
+            parts.handlers.probes.full_connections = connections.counts.full
+            config = uvicorn_config(app, connections)
             server = uvicorn.Server(config)
             port = tcp.getsockname()[1]
             thread = threading.Thread(target=loop.run_until_complete, args=(server.serve([tcp, unix]),))

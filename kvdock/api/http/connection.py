@@ -14,6 +14,7 @@ import math
 import os
 import re
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -30,6 +31,7 @@ from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.pace import Pace
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS, REFUSAL
 from kvdock.api.record.timings import Meter
+from kvdock.api.reports.status import CONNECTIONS_HELD, Full
 from kvdock.api.turns import ENDS_OF_TURN, ENGINE_READS_OF_TURN, LONG_READ_BYTES, SHORT_READ_BYTES, ReadTurns
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
@@ -105,6 +107,12 @@ class ConnectionCount:
         """The connections of a tenant; None: the server's own user may have all."""
         return None if tenant == OWN_TENANT else self._of_tenants.setdefault(tenant, {})
 
+    def of_each(self) -> Counter[str]:
+        """How many each tenant has. Strangers are not among them."""
+        counts = Counter({tenant: len(its) for tenant, its in self._of_tenants.items()})
+        counts[OWN_TENANT] = self.open - len(self.strangers) - counts.total()
+        return counts
+
     def make_room_among(self, tenants: dict[Connection, None]) -> bool:
         """Whether one more fits within the share of a tenant, after one of its own has given way if need be."""
         return len(tenants) < self._share or _give_way(tenants)
@@ -123,6 +131,13 @@ class Counts(NamedTuple):
 
     unix: ConnectionCount
     tcp: ConnectionCount
+
+    def full(self) -> list[Full]:
+        """Where there is no room, and no stranger that would give way."""
+        return [
+            Full(CONNECTIONS_HELD, f"{count.name} connections", count.of_each())
+            for count in self if count.open >= count.limit and not count.strangers
+        ]
 
 
 class Turns(NamedTuple):

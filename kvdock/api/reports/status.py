@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -45,7 +45,20 @@ GRANTS_HELD = "all leases and reservations that there may be are open: no lookup
 MEMBERS_HELD = "every place for processes of engines is taken: no engine can attach any more"
 SESSIONS_HELD = "every session that there may be is open: no other engine can attach"
 NAMESPACES_HELD = "every namespace is in use: no engine with another manifest, or other weights, can attach"
+CONNECTIONS_HELD = "all connections that a socket may have are open: new ones are refused until one ends"
 TABLE_HELD = "every record of the chunk table is held: serve with more table_records"
+
+
+class Full(NamedTuple):
+    """Something that is full, which keeps out whoever has none of it yet. `of`: how many of it each tenant has."""
+
+    reason: str
+    what: str
+    of: Counter[str]
+
+    def told(self, peer: Peer) -> list[str]:
+        """The reason, and who has most, if the caller may know of it."""
+        return [self.reason, *_most_of(peer, self.what, self.of)]
 
 
 class Probes:
@@ -55,6 +68,7 @@ class Probes:
         self._pool, self._registry, self._drain, self._loop = pool, registry, drain, loop
         self._stuck_s = max(STUCK_LEAST_S, STUCK_ROUNDS * settings.watch_s)
         self._table_records, self._table_grants = settings.table_records, settings.table_grants
+        self.full_connections: Callable[[], list[Full]] = list
 
     @property
     def worst_lag_s(self) -> float:
@@ -109,31 +123,30 @@ class Probes:
             reasons.append(SESSIONS_HELD)
         return _health(reasons)
 
-    def full_for_new_engines(self, peer: Peer) -> list[str]:
-        """What keeps out engines that are not attached yet, and no other one: a table that is full, and who holds most
-        of it, if the caller may know."""
+    def full(self) -> list[Full]:
+        """What keeps out those that are not here yet, and nobody else."""
+        return [*self._full_namespaces(), *self.full_connections()]
+
+    def _full_namespaces(self) -> list[Full]:
         if len(self._registry.namespaces()) < MAX_NAMESPACES:
             return []
-        table = self._pool.table
-        if sum(table.namespaces_in_use(view.tenant) for view in table.tenants()) < MAX_NAMESPACES:
+        if self._pool.table.namespaces_in_use(None) < MAX_NAMESPACES:
             return []  # those that sessions have left give way
-        return [NAMESPACES_HELD, *_most_of(peer, "namespaces", (one.tenant for one in self._registry.namespaces()))]
+        return [Full(NAMESPACES_HELD, "namespaces", Counter(one.tenant for one in self._registry.namespaces()))]
 
     async def watch(self, every_s: float) -> None:
         """Until cancelled. Logs what is full, and who holds most of it, when that begins and when it ends."""
         logged = set[str]()
         while True:
             health, server = self.ready(), of_user(os.geteuid())
-            blamed, others = self.blamed(health, server), self.full_for_new_engines(server)
-            held = set(health.reasons) - {STARTING, DRAINING}
-            for reason in sorted(held - logged):
-                log.warning("%s", "; ".join([reason, *blamed]))
-            if others and others[0] not in logged:
-                log.warning("%s", "; ".join(others))
-            now = held | set(others[:1])
-            for reason in sorted(logged - now):
+            blamed = self.blamed(health, server)
+            now = {reason: [reason, *blamed] for reason in health.reasons if reason not in (STARTING, DRAINING)}
+            now |= {one.reason: one.told(server) for one in self.full()}
+            for reason in sorted(now.keys() - logged):
+                log.warning("%s", "; ".join(now[reason]))
+            for reason in sorted(logged - now.keys()):
                 log.info("this is over: %s", reason)
-            logged = now
+            logged = set(now)
             await asyncio.sleep(every_s)
 
     def _least_part_bytes(self) -> int:
@@ -146,7 +159,7 @@ class Probes:
         if MEMBERS_HELD in health.reasons:
             return self._most_members(peer)
         if SESSIONS_HELD in health.reasons:
-            return _most_of(peer, "sessions", (one.tenant for one in self._registry.sessions()))
+            return _most_of(peer, "sessions", Counter(one.tenant for one in self._registry.sessions()))
         if {ALL_HELD, CAP_REACHED, TABLE_HELD, GRANTS_HELD}.isdisjoint(health.reasons):
             return []
         most = self._pool.table.most_holding(by_grants=GRANTS_HELD in health.reasons)
@@ -167,9 +180,9 @@ class Probes:
         return [f"most are of session {who}: {len(record.members)} members"]
 
 
-def _most_of(peer: Peer, what: str, tenants: Iterable[str]) -> list[str]:
-    """A sentence that names the tenant to which most belong, if the caller may know of it."""
-    most = Counter(tenants).most_common(1)
+def _most_of(peer: Peer, what: str, tenants: Counter[str]) -> list[str]:
+    """A sentence that names the tenant that has most, if the caller may know of it."""
+    most = tenants.most_common(1)
     if not most or not (peer.may("read") and peer.sees(most[0][0])):
         return []
     tenant, count = most[0]
@@ -210,7 +223,8 @@ class Overview:
         return Status(
             status=now.status,
             reasons=[
-                *now.reasons, *self._probes.blamed(now, peer), *self._probes.full_for_new_engines(peer), *notes
+                *now.reasons, *self._probes.blamed(now, peer),
+                *(text for one in self._probes.full() for text in one.told(peer)), *notes,
             ],
             version=__version__,
             pool_id=grant_text(pool.pool_id),

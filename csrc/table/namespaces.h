@@ -30,7 +30,8 @@ class Namespaces {
   uint32_t add(const NewNamespace& wanted);
   std::optional<uint32_t> find(const Key& digest) const;
   bool has_room() const { return by_digest_.size() < kMaxNamespaces; }
-  // How many of the tenant's, or of all, sessions have not left. `leaving`: a namespace that one of its sessions is about to leave.
+  // How many of the tenant's, or of all, sessions have not left. `leaving`: one that one of its sessions is about to
+  // leave.
   size_t in_use(const std::optional<Id16>& tenant, uint32_t leaving) const;
   void drop(uint32_t space);
   std::vector<uint32_t> live() const;

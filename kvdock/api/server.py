@@ -43,6 +43,7 @@ from kvdock.api.errors import AccessFileError, SettingsError, StartupError
 from kvdock.api.feeds.feeds import open_extras
 from kvdock.api.http.connection import Connection, check_uvicorn, connection_class
 from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
+from kvdock.api.http.pace import Pace
 from kvdock.api.keeper import Keeper
 from kvdock.api.log import set_format
 from kvdock.api.pool.adopt import HAND_OVER
@@ -220,10 +221,8 @@ class Server:
                 self._manager.ready(f"serves engines at {addresses.unix}, HTTP at {addresses.http}")
 
             app = create_app(settings, parts, lifespan)
-            connections = connection_class(connection_limits(settings), parts.meter)
-            parts.handlers.probes.full_connections = connections.counts.full
             self._uvicorn = _Uvicorn(
-                uvicorn_config(app, connections), self._terminal,
+                uvicorn_config(app, connections_of(connection_limits(settings), parts)), self._terminal,
                 lambda: parts.background.once("announcing the server", say_ready()),
                 lambda: parts.background.once("reading settings and access tokens again", rereading.run()),
                 parts.drain, lambda: self._publish_drain(pool), self._manager.alive,
@@ -275,6 +274,13 @@ def _prepare_process() -> None:
     check_uvicorn(uvicorn.__version__)
     sys.setswitchinterval(SWITCH_S)
     prevent_core_dumps()
+
+
+def connections_of(limits: ConnectionLimits, parts: Parts, pace: Pace | None = None) -> type[Connection]:
+    """The connections of one server, whose status says who has all of them."""
+    made = connection_class(limits, parts.meter, pace)
+    parts.handlers.probes.full_connections = made.counts.full
+    return made
 
 
 def _begin_rounds(parts: Parts, watch_s: float) -> None:

@@ -89,7 +89,7 @@ MUTANTS = (
     ),
     Mutant(
         "G25", "namespaces that were left count for a quota", "csrc/table/namespaces.cpp",
-        "number == tenant_of_[i] && !left_.has(i) && ", "number == tenant_of_[i] && ",
+        "number == tenant_of_[i]) && !left_.has(i) && ", "number == tenant_of_[i]) && ",
         API, "test_one_engine_of_a_tenant_with_one_namespace_changes_weights_as_often_as_it_likes",
     ),
     Mutant(

@@ -19,11 +19,10 @@ from api_helpers import OPERATOR, PATIENCE_S, access_file, eventually, small_poo
 from kvdock.api.access.access_file import AccessFile
 from kvdock.api.build import Parts, build, create_app
 from kvdock.api.clock import Clocks
-from kvdock.api.http.connection import connection_class
 from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.pace import Pace
 from kvdock.api.pool.pool import open_pool
-from kvdock.api.server import bind_tcp, bind_unix, uvicorn_config
+from kvdock.api.server import bind_tcp, bind_unix, connections_of, uvicorn_config
 from kvdock.api.settings import Settings
 from kvdock.client.transport import Address
 
@@ -119,9 +118,7 @@ def quick_server(folder: str, *tokens: str, pace: Pace | None = None, **limits: 
         with bind_tcp("127.0.0.1", 0) as tcp, bind_unix(settings.socket_path) as unix:
             parts = build(settings, pool, AccessFile(path), Clocks())
             app = create_app(settings, parts)
-            connections = connection_class(replace(LIMITS, **limits), parts.meter, pace)
-            parts.handlers.probes.full_connections = connections.counts.full
-            config = uvicorn_config(app, connections)
+            config = uvicorn_config(app, connections_of(replace(LIMITS, **limits), parts, pace))
             server = uvicorn.Server(config)
             port = tcp.getsockname()[1]
             thread = threading.Thread(target=loop.run_until_complete, args=(server.serve([tcp, unix]),))

@@ -84,8 +84,8 @@ def run_bench(server: str, *, rounds: int, mib: int, threads: int, as_json: bool
     stores once and loads once. Raises CommandError when no server answers, when the pool is too full, and when wrong
     bytes were loaded, and ApiError."""
     with reached(server) as client:
-        _require_own(client)
         status = client.status()
+        _require_own(client)
         if status.status != "ok":
             raise CommandError(f"the server is not ready: {', '.join(status.reasons)}", FAILED)
         limits = client.config().limits

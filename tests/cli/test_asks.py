@@ -115,7 +115,7 @@ def test_clear_takes_one_namespace_or_all(server: ServerProcess, client: Client,
     engine.store(keys(3, "mine"))
     other.store(keys(2, "theirs"))
     one = kvdock("clear", "--namespace", engine.attached.namespace[:16], "--yes", "--json", "--server", server.unix)
-    assert json.loads(one.stdout) == {"chunks": 3, "pending_tiers": []} and ready_chunks(client) == 2
+    assert json.loads(one.stdout) == {"chunks": 3, "namespaces": 1, "pending_tiers": []} and ready_chunks(client) == 2
     rest = kvdock("clear", "--all", "-y", "--server", server.unix)
     assert rest.stdout == "2 chunks were cleared\n" and ready_chunks(client) == 0
     other.leave()

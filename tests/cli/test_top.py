@@ -249,7 +249,7 @@ def test_a_reader_that_has_seen_enough_ends_it_without_a_word(server: ServerProc
         assert process.stdout is not None and process.stderr is not None
         process.stdout.readline()
         process.stdout.close()
-        assert process.wait(TIMEOUT_S) == 1 and process.stderr.read() == b""
+        assert process.wait(TIMEOUT_S) == -signal.SIGPIPE and process.stderr.read() == b""
 
 
 # --------------------------------------------------------------------------- its parts

@@ -186,7 +186,8 @@ def _most_of(peer: Peer, what: str, tenants: Counter[str]) -> list[str]:
     if not most or not (peer.may("read") and peer.sees(most[0][0])):
         return []
     tenant, count = most[0]
-    return [f"most are of {f'tenant {tenant}' if tenant else 'the own user'}: {count} {what}"]
+    who = "tenant " + tenant if tenant else "the own user"
+    return [f"most are of {who}: {count} {what}"]
 
 
 def _health(reasons: list[str]) -> Health:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from api_helpers import ServerProcess, eventually
-from engines import Engine
+from engines import TP2, Engine
 from whole_engines import HITS, PROMPTS, comes_back
 
 from kvdock.client.client import Client
@@ -68,8 +68,9 @@ class Reader:
         return self._client.status().counters["stored_chunks"] - before
 
 
-def starts(model: Path, server: ServerProcess) -> Engine:
-    return Engine(model, server.unix, engine={"enable_multimodal": True})  # a Gemma 3 reads none unless it is told to
+def starts(model: Path, server: ServerProcess, *, engine: Any = None, environ: Any = None) -> Engine:
+    how = {"enable_multimodal": True, **(engine or {})}  # a Gemma 3 reads no images unless it is told to
+    return Engine(model, server.unix, engine=how, environ=environ or {})
 
 
 @pytest.fixture(params=IMAGES)
@@ -116,6 +117,17 @@ def test_an_image_of_another_size_is_another_image(models: dict[str, Path], serv
         assert reader.shows(picture(255, 84), 100)[1] == 64
         (large,), cached = engine.generate([reader.prompt(100)], image_data=picture(255, 84))
         assert cached == [256] and reader.shows(picture(255, 84), 100) == (large, 256)
+
+
+def test_two_ranks_load_what_the_first_one_has_hashed(models: dict[str, Path], server: ServerProcess) -> None:
+    with starts(models["grids"], server, **TP2) as engine, Client(server.unix) as client:
+        reader = Reader("grids", engine, client)
+        reader.shows(BRIGHT, 200)
+        (bright,), cached = engine.generate([reader.prompt(200)], image_data=BRIGHT)
+        assert cached == [256] and reader.shows(BRIGHT, 200) == (bright, 256)
+        assert reader.shows(DARK, 200)[1] == 192
+        assert reader.shows(BRIGHT, 200, mm_hashes=["ab" * 8])[1] == 192
+        assert reader.shows(DARK, 200, mm_hashes=["ab" * 8])[1] == 0
 
 
 def test_a_name_that_a_client_has_forged_shares_nothing(reader: Reader, server: ServerProcess) -> None:

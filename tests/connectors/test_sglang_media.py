@@ -186,16 +186,25 @@ def test_what_is_not_certain_is_computed(req: Request) -> None:
     assert shared.offered(req, 0) == (False, None)
 
 
+class OddTensor(torch.Tensor):
+    """A kind of tensor that is not known."""
+
+    def contiguous(self, *_: Any, **__: Any) -> Any:
+        raise TypeError("it has no bytes")
+
+
 @pytest.mark.parametrize(
     "item",
     [
         Item(None), Item(bright(), precomputed_embeddings=bright()), Item([bright(), bright().to("meta")]),
-        Item(bright(), model_specific_data={"at": object()}),
+        Item(bright(), model_specific_data={"at": object()}), Item(bright().as_subclass(OddTensor)),
     ],
 )
 def test_an_image_that_cannot_be_hashed_is_computed_and_so_is_whatever_has_its_name(item: Item) -> None:
-    shared = texts()
-    assert not is_shared(shared, Request(item))
+    shared, req = texts(), Request(item)
+    assert not is_shared(shared, req)
+    marks = shared.meet(req).marks
+    assert marks is not None and marks.why_not() == "media", "it is not waited for"
     assert not is_shared(shared, Request(Item(bright())))
     assert is_shared(shared, Request(Item(bright(), hash=8)))
 

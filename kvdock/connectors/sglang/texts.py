@@ -84,7 +84,7 @@ class Texts:
             if req.session is not None:
                 raise Misplaced("found a session, whose earlier turns may have other positions")
             return self._with_images(inputs.mm_items, placed(req.origin_input_ids, inputs, vocabulary))
-        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as why:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as why:
             log.debug("a request with images or other media is computed: %s", why)
             self._distrust(getattr(inputs, "mm_items", None) or (), req.origin_input_ids, vocabulary)
             return _Met("bypassed_media", is_text=False)

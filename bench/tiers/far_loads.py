@@ -76,7 +76,7 @@ def stored(getter: S3Store, engine: Engine) -> list[str]:
         paths = [one["path"] for one in obstore.list(getter).collect() if one["size"] >= CHUNK_BYTES]
         if len(paths) == CHUNKS:
             return paths
-        time.sleep(0.1)  # between two lists
+        time.sleep(0.1)  # the store does not say when it has all
     raise RuntimeError(f"{len(paths)} of {CHUNKS} chunks are in the store")
 
 

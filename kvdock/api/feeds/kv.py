@@ -376,7 +376,7 @@ class Names:
         return name
 
     def _make_room(self, tenant: str) -> None:
-        """Whoever has most makes room for many names at once, because to find out who it is takes a while."""
+        """The tenant that has most names loses many of them at once, because it takes a while to find that tenant."""
         loses, wanted_bytes = tenant, NAMES_BYTES
         if self._bytes[tenant] < NAMES_BYTES // len(self._names):
             loses, wanted_bytes = max(self._bytes, key=lambda one: self._bytes[one]), NAMES_BYTES - NAMES_BYTES // 256
@@ -613,8 +613,8 @@ class KvLog:
         return items
 
     def _make_room(self) -> None:
-        """Forgets chunks of the pool until what is remembered of them fits. The tenant of which most is remembered
-        gives up its oldest, and its readers are told that these are gone."""
+        """Forgets chunks of the pool until the rest fits into the memory for KV events. The tenant that has most of
+        this memory gives up its oldest chunks, and its readers are told that these are gone."""
         while self._room.is_over:
             log, items = max(self._logs, key=lambda one: one.there_bytes), list[tuple[Source, Item]]()
             next_bytes = max((one.there_bytes for one in self._logs if one is not log), default=0)

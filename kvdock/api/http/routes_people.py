@@ -440,8 +440,8 @@ def _range(text: str) -> _Range | None:
 # --------------------------------------------------------------------------- routes for operators
 
 QUOTAS_COST = 16 * a.MAX_QUOTAS
-"""What decoding may cost: for each quota that a call may put more than the 10 that all its fields cost. A quota takes
-seven times as long as 10 numbers in a list."""
+"""The most that decoding this body may cost. A quota with all its fields costs 10, and takes seven times as long as 10
+numbers in a list."""
 
 # The routes that operators call: clear, delete, evict, pin, drain, limits. Each may be repeated.
 

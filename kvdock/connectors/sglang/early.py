@@ -232,7 +232,7 @@ def _has_memory(adder: Any, req: Any) -> bool:
 
 
 def _slots(cache: Any, tokens: int) -> Any:
-    """Slots for so many tokens, as SGLang takes them for a load. None: there are not enough."""
+    """Takes slots for this number of tokens, as SGLang does for a load. None: there are not enough."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
     allocator = cache.token_to_kv_pool_allocator

@@ -57,10 +57,10 @@ class Pair:
         return prompt(self._draw, self._vocabulary, tokens)
 
     def drive_out(self, engine: Child) -> None:
-        """Fills the device with other prompts, so that KV from before is evicted."""
-        longest = max(self.scale.lens)
-        for _ in range(self.scale.device_tokens // longest + 1):
-            engine.do("first_token", FIRST_S, ids=self.prompt(longest + TAIL))
+        """Fills the device with other prompts, so that KV from before is evicted. They are short: the time of a prompt
+        grows with its square."""
+        for _ in range(self.scale.device_tokens // self.scale.feed + 1):
+            engine.do("first_token", FIRST_S, ids=self.prompt(self.scale.feed + TAIL))
         self.settle()
 
     def settle(self) -> None:

@@ -148,7 +148,7 @@ def drafts_of(params: Any) -> tuple[Any, ...]:
 
 UNSERVED = {
     "enable_memory_saver": "it takes KV memory away while copies may be in flight",
-    "enable_unified_memory": "its pools move while they are in use",
+    "enable_unified_memory": "SGLang refuses any linker beside it, for its pages move in memory while it runs",
     "enable_hisparse": "part of its KV is elsewhere",
     "dllm_algorithm": "a diffusion model's KV depends on later tokens",
     "disaggregation_mode": "an engine that decodes gets its KV from one that computes prompts, and that one is served",

@@ -10,7 +10,8 @@
   PyTorch passes the interpreter lock to other threads.
 - The KV cache events that SGLang is about to publish (page_names.py).
 - Changes of weights, and the requests and pages of the tree that these concern (updates.py).
-- The results of batches that load, and what becomes of their pages before that (verdicts.py).
+- The results of batches that load, and what becomes of their pages before that (verdicts.py), also of KV that another
+  engine waits for (apart.py).
 - Requests that arrive, and requests that wait (holding.py).
 
 SGLang expects hooks to be registered while it loads its plugins, before other modules import the methods: plugin.py
@@ -28,6 +29,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvdock.connectors.sglang.apart import tell_of_failed_loads
 from kvdock.connectors.sglang.branches import offer_state
 from kvdock.connectors.sglang.updates import (
     BEGINS,
@@ -304,7 +306,13 @@ def _ask(original: Callable[..., list[Any]], cache: Any, reqs: Any, *more: Any, 
     linker = _linker_of(cache)
     if linker is None:
         return original(cache, reqs, *more, **how)
-    failed: list[Any] = linker.verdicts.launched(original, cache, reqs)
+
+    def ask(*which: Any) -> list[Any]:
+        failed = original(*which)
+        tell_of_failed_loads(failed)
+        return failed
+
+    failed: list[Any] = linker.verdicts.launched(ask, cache, reqs)
     return failed
 
 

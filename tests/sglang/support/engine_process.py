@@ -8,10 +8,10 @@ Engines are forked from this program, which has imported SGLang (engine_forker.p
 A job is {"do": "generate", "prompts": [[…]]}, with "at_once" if they are to run side by side, "new": how many tokens
 each generates, "abort_s": after how many seconds all of them are aborted, or the one whose id is "rid", "beside": a
 prompt whose tokens are generated from before they start until they have ended, "beside_new": at most so many of them,
-"renew": the arguments of weight_routes.renew(), behind the seconds after which it is called, "custom_params" (a list:
-one for each prompt), "kv_hints", "cache_salt" and "extra_key" as SGLang has them. Other jobs: {"do": "abort"}, which
-starts prompts side by side and aborts each one; {"do": "flush"}, what /flush_cache does; {"do": "metrics"}; those of
-weight_routes.py.
+"renew": the arguments of weight_routes.renew(), behind the seconds after which it is called, "rooms": one for each
+prompt (bootstrap_room), "custom_params" (a list: one for each prompt), "kv_hints", "cache_salt" and "extra_key" as
+SGLang has them. Other jobs: {"do": "abort"}, which starts prompts side by side and aborts each one; {"do": "flush"},
+what /flush_cache does; {"do": "metrics"}; those of weight_routes.py.
 Log-probabilities travel as hexadecimal floats: what is compared is every bit. "cached" are the tokens of each prompt
 that were not computed, "why" how each ended, "took_s" when, "verified" how often the target has verified drafts.
 """
@@ -64,7 +64,16 @@ def import_sglang() -> None:
     weight_routes.bring_pokes()
     leave_cores_to_others()
     look_for_no_copies_of_methods()
+    mark_moments_on_the_cpu()
     fork_processes()
+
+
+def mark_moments_on_the_cpu() -> None:
+    """What sends KV from one engine to another asks for events of a GPU, whatever the device is. PyTorch has those of a
+    CPU, where all that a thread has asked for is computed."""
+    import torch
+
+    torch.cuda.Event, torch.cuda.current_stream = torch.cpu.Event, torch.cpu.current_stream
 
 
 def leave_cores_to_others() -> None:
@@ -163,20 +172,22 @@ def serve(said: dict[str, Any]) -> None:
 def generate(
     engine: Any, prompts: list[list[int]], new: int = NEW, at_once: bool = False, abort_s: float | None = None,
     custom_params: Any = None, beside: list[int] | None = None, beside_new: int = 3000,
-    renew: list[Any] | None = None, **more: Any,
+    renew: list[Any] | None = None, rooms: list[int] | None = None, **more: Any,
 ) -> dict[str, Any]:
     from sglang.srt.managers.io_struct import GenerateReqInput
 
     each, tasks = custom_params if isinstance(custom_params, list) else [custom_params] * len(prompts), []
+    of_rooms = rooms or [None] * len(prompts)
 
     # One after the other, if not told otherwise: how requests are batched changes the last bits by itself.
-    async def one(prompt: list[int], custom: Any) -> Any:
+    async def one(prompt: list[int], custom: Any, room: int | None) -> Any:
         began_s = time.monotonic()
         asked = GenerateReqInput(
             input_ids=prompt, sampling_params={
                 "temperature": 0, "max_new_tokens": new, "ignore_eos": True, "custom_params": custom,
             },
-            return_logprob=True, logprob_start_len=-1 if "image_data" in more else len(prompt) - 1, **more,
+            return_logprob=True, logprob_start_len=-1 if "image_data" in more else len(prompt) - 1,
+            bootstrap_room=room, **more,
         )
         if abort_s is not None:
             ends = partial(engine.tokenizer_manager.abort_request, more.get("rid", ""), abort_all="rid" not in more)
@@ -191,8 +202,8 @@ def generate(
 
     async def all_of() -> list[Any]:
         if at_once:
-            return await asyncio.gather(*map(one, prompts, each), return_exceptions=True)
-        return [await caught(one(*both)) for both in zip(prompts, each, strict=True)]
+            return await asyncio.gather(*map(one, prompts, each, of_rooms), return_exceptions=True)
+        return [await caught(one(*all_three)) for all_three in zip(prompts, each, of_rooms, strict=True)]
 
     async def caught(asked: Any) -> Any:
         try:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 from kvdock.connectors.sglang.updates import MODEL_UPDATER, SCHEDULER, UPDATER
@@ -81,13 +84,15 @@ def retract_in_each_step() -> None:
     retract_now_and_then(1)
 
 
-def send_kv_nowhere() -> None:
-    """In the place of what moves KV from an engine that computes prompts to one that decodes, between GPUs, is what
-    SGLang has for requests that warm it up."""
-    from sglang.srt.disaggregation import prefill
-    from sglang.srt.disaggregation.utils import TransferBackend
-    from sglang.srt.managers import tokenizer_manager
+def tell_what_is_sent() -> None:
+    """Each call that sends KV to an engine that decodes is written down: the request's room, and how many pages."""
+    from sglang.srt.disaggregation.mooncake.conn import MooncakeKVSender
 
-    real = prefill.get_kv_class
-    prefill.get_kv_class = lambda backend, kind: real(TransferBackend.FAKE, kind)
-    tokenizer_manager.start_disagg_service = lambda: None
+    send = MooncakeKVSender.send
+
+    def telling(sender: Any, kv_indices: Any, *more: Any, **how: Any) -> None:
+        with (Path(os.environ["KVDOCK_ODD"]) / "sent").open("a") as file:
+            file.write(json.dumps([sender.bootstrap_room, len(kv_indices)]) + "\n")
+        send(sender, kv_indices, *more, **how)
+
+    MooncakeKVSender.send = telling

@@ -19,7 +19,7 @@ from kvdock.api.record.history import Sampler
 from kvdock.api.record.tally import Tally
 from kvdock.api.record.timings import Pulse
 from kvdock.api.settings import Settings
-from kvdock.api.turns import SLICE_WORK, Slices, next_slice
+from kvdock.api.turns import SLICE_WORK, next_slice, sliced
 from kvdock.protocol.schemas import MOVER_NAME
 from kvdock.protocol.wire_types import OWN_TENANT
 
@@ -77,9 +77,7 @@ class Keeper:
 
     async def _watch_members(self) -> None:
         """Finds dead members: a free lock is the only proof of death."""
-        slices = Slices()  # to ask for a lock takes the longer, the more there are
-        for session in self._registry.sessions():
-            await slices.give_turn()
+        async for session in sliced(self._registry.sessions()):  # to ask for a lock takes longer, the more there are
             if self._registry.of_table_id(session.table_id) is not session:
                 continue  # the session has ended meanwhile
             for member in tuple(session.members.values()):
@@ -120,7 +118,7 @@ class Keeper:
 
     async def _forget_benches(self) -> None:
         """Removes what benchmarks have stored once the last of them has left; then `prune` drops the namespace."""
-        for namespace in self._registry.left_by_benches():
+        for namespace in await self._registry.left_by_benches():
             at = 0
             while at >= 0:
                 _, at = self._table.clear(namespace.table_id, at, EVICT_SLICE_CHUNKS)

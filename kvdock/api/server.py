@@ -28,7 +28,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NamedTuple
 
-import anyio
 import msgspec
 import uvicorn
 from fastapi import FastAPI
@@ -42,6 +41,7 @@ from kvdock.api.clock import Clocks
 from kvdock.api.errors import AccessFileError, SettingsError, StartupError
 from kvdock.api.feeds.feeds import open_extras
 from kvdock.api.http.connection import Connection, check_uvicorn, connection_class
+from kvdock.api.http.first_calls import prepare_loop
 from kvdock.api.http.limits import ConnectionLimits, descriptors_wanted, raise_descriptors, unix_connections
 from kvdock.api.http.pace import Pace
 from kvdock.api.keeper import Keeper
@@ -292,7 +292,7 @@ def _begin_rounds(parts: Parts, watch_s: float) -> None:
 
 async def _settle() -> None:
     """Does now what would stall calls later."""
-    await anyio.sleep(0)  # imports what streams need, which takes 50 ms
+    await prepare_loop()
     gc.freeze()  # start-up objects live to the end: collections would walk them
     gc.set_threshold(*GC_THRESHOLDS)
 

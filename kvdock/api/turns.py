@@ -11,11 +11,13 @@ import asyncio
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final, TypeVar
 from weakref import WeakKeyDictionary
+
+T = TypeVar("T")
 
 SLICE_S = 0.0003
 SLICE_WORK: Final = 12_000
@@ -119,9 +121,14 @@ class FairQueue:
         loop.call_soon(self._pass_on, loop)
 
 
-class _Queues(NamedTuple):
-    calls: FairQueue
-    slices: FairQueue
+class _Queues:
+    """Those of an event loop."""
+
+    def __init__(self) -> None:
+        turns = SharedTurns()
+        self.calls, self.slices = FairQueue(turns), FairQueue(turns)
+        self.began_s = 0.0
+        """When somebody last got a turn, in processor time of the loop's thread."""
 
 
 _OF_LOOP: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queues] = WeakKeyDictionary()
@@ -132,33 +139,44 @@ def _queues() -> _Queues:
     loop = asyncio.get_running_loop()
     found = _OF_LOOP.get(loop)
     if found is None:
-        turns = SharedTurns()
-        found = _OF_LOOP[loop] = _Queues(FairQueue(turns), FairQueue(turns))
+        found = _OF_LOOP[loop] = _Queues()
     return found
 
 
 async def next_call() -> None:
     """Waits for a turn of the event loop in which no other call of people or strangers begins or is answered, and no
     long work has a slice."""
-    await _queues().calls.next()
+    queues = _queues()
+    await queues.calls.next()
+    queues.began_s = time.thread_time()
 
 
 async def next_slice() -> None:
     """Waits for a later turn of the event loop in which no other long work has a slice, and no call begins."""
-    await _queues().slices.later()
+    queues = _queues()
+    await queues.slices.later()
+    queues.began_s = time.thread_time()
 
 
 class Slices:
-    """Long work on the event loop in slices of SLICE_S of processor time."""
+    """Long work on the event loop in slices of SLICE_S of processor time. They are counted from the beginning of the
+    turn, whoever began it: so several pieces of work that follow one another have one slice, and not one each."""
 
     def __init__(self) -> None:
-        self._began_s = time.thread_time()
+        self._queues = _queues()
 
     async def give_turn(self) -> None:
         """Lets others run if the slice is over. Call it after each small step."""
-        if time.thread_time() - self._began_s >= SLICE_S:
+        if time.thread_time() - self._queues.began_s >= SLICE_S:
             await next_slice()
-            self._began_s = time.thread_time()
+
+
+async def sliced(items: Iterable[T]) -> AsyncIterator[T]:
+    """Each of the items, with turns for others in between; what is done with one of them is a small step."""
+    slices = Slices()
+    for item in items:
+        yield item
+        await slices.give_turn()
 
 
 class Backlog:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 from api_helpers import PATIENCE_S, keys, manifest
-from app_rig import CHAIN, OWN, Rig, ask, commit, opened, store
+from app_rig import CHAIN, OWN, SESSIONS, Rig, ask, commit, opened, store
 from turns import turns_of
 
 from kvdock.api import server, turns as slices_of_time
@@ -27,9 +27,10 @@ from kvdock.api.http.routes_people import _documents
 from kvdock.api.keeper import Keeper
 from kvdock.api.pool.registry import KEYS_OF_PART, SLICE_SESSIONS, NamespaceRecord
 from kvdock.api.record.curve import Curves
-from kvdock.api.record.hits import MOST_ANSWERS, MOST_RUNS, Whose
+from kvdock.api.record.hits import MOST_ANSWERS, MOST_RUNS, HitRecord, Whose
 from kvdock.api.record.journal import SLICE_EVENTS
 from kvdock.api.record.requests import Detail, RecentRequests
+from kvdock.api.reports.verdict import Judged, _differing
 from kvdock.api.server import YOUNG_S, collect_garbage
 from kvdock.api.service import SLICE_EVICTED, SLICE_RELEASES
 from kvdock.api.turns import SLICE_WORK
@@ -37,6 +38,7 @@ from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import Quota
 from kvdock.protocol.events import Freed
 from kvdock.protocol.forms import JSON, Codec, Form, RawBody
+from kvdock.protocol.hits import HitTotals
 from kvdock.protocol.outcomes import OutcomeView
 from kvdock.protocol.reports import RequestView
 from kvdock.protocol.wire_types import MAX_ANSWERS, MAX_KEYS, MAX_STORE_KEYS
@@ -441,6 +443,48 @@ def test_all_tenants_are_looked_at_in_slices(rig: Rig, monkeypatch: pytest.Monke
         quotas.put(f"tenant {number}", Quota(chunks=number))
     turns = turns_of(quotas.views).number
     assert turns >= 2 * count and len(asyncio.run(quotas.views())) >= count
+
+
+WALKS: dict[str, Callable[[Rig], Coroutine[Any, Any, Any]]] = {
+    "the keeper's look at locks": lambda rig: rig.parts.keeper._watch_members(),
+    "what benchmarks have left": lambda rig: rig.parts.handlers.lists._registry.left_by_benches(),
+    "copy rates": lambda rig: rig.parts.handlers.lists.copy_rates(),
+    "the sessions that looked up most": lambda rig: rig.parts.handlers.lists.most_used_sessions(OWN),
+    "silent engines": lambda rig: rig.parts.handlers.judge._silent(Judged(OWN, HitTotals(), {})),
+    "engines that share nothing": lambda rig: rig.parts.handlers.judge._shares_nothing(Judged(OWN, HitTotals(), {})),
+    "namespaces": lambda rig: rig.parts.handlers.lists.namespaces(OWN, 10, 0),
+}
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_a_walk_over_all_sessions_goes_in_slices(walk: str, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices end by time: here each look is one."""
+    bench = NamespaceRecord(1 << 20, bytes(32), manifest(), "", base=bytes(32))
+    bench.use.is_bench = True
+    rig.parts.handlers.lists._registry._namespaces[b"bench"] = bench
+    monkeypatch.setattr(slices_of_time, "SLICE_S", 0.0)
+    assert turns_of(partial(WALKS[walk], rig)).number >= SESSIONS
+
+
+def test_engines_and_days_of_hits_are_summed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices_of_time, "SLICE_S", 0.0)
+    now, engines = {"s": 1_764_000_000.0}, 100
+    record = HitRecord(lambda: now["s"], lambda: now["s"])
+    outcome = OutcomeView(prompt_tokens=1, local_tokens=0, found_tokens=0, loaded_tokens=0)
+    for _ in range(9):
+        for number in range(engines):
+            record.ended(Whose("", f"m{number}", f"e{number}"), outcome)
+        now["s"] += 86_400
+    now["s"] -= 86_400
+    assert turns_of(lambda: record.lately.sums(lambda tenant: True)).number >= engines
+    assert turns_of(lambda: record.days(lambda tenant: True, 8)).number >= 8
+
+
+def test_manifests_of_one_model_are_compared_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slices_of_time, "SLICE_S", 0.0)
+    manifests = [manifest(cache_salt=f"{number}") for number in range(200)]
+    assert turns_of(lambda: _differing(manifests)).number >= 200
+    assert asyncio.run(_differing(manifests)) == ["cache_salt"]
 
 
 def test_a_clear_closes_reservations_in_slices(rig: Rig) -> None:

@@ -199,6 +199,22 @@ def test_work_gives_a_turn_after_a_slice_and_not_after_each_step() -> None:
     assert 0 < turns < steps / 2
 
 
+def test_pieces_of_work_that_follow_one_another_share_a_slice() -> None:
+    """Else a call that walks ten lists has ten slices in one turn."""
+    async def story() -> int:
+        async with TurnNumber() as turn:
+            await next_slice()
+            before = turn.now
+            for _ in range(20):
+                until_s = time.thread_time() + SLICE_S / 5
+                while time.thread_time() < until_s:
+                    pass  # works
+                await Slices().give_turn()
+            return turn.now - before
+
+    assert asyncio.run(story()) >= 3
+
+
 def test_a_turn_has_a_few_short_reads_or_a_long_one() -> None:
     async def story() -> list[tuple[int, int]]:
         reads, handled = ReadTurns(), list[tuple[int, int]]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import signal
 from pathlib import Path
@@ -186,16 +187,16 @@ def test_the_last_hour_has_what_ended_in_it_by_engine() -> None:
         engine = Whose("a" if number % 2 else "b", "m", "e")
         lately.ended(engine, OutcomeView(prompt_tokens=1, local_tokens=0, found_tokens=0, loaded_tokens=0))
         now["s"] += 300
-    found = lately.sums(lambda tenant: True)
+    found = asyncio.run(lately.sums(lambda tenant: True))
     assert {engine.tenant: hits.prompt_tokens for engine, hits in found.items()} == {"a": 6, "b": 6}
-    assert set(lately.sums(lambda tenant: tenant == "a")) == {Whose("a", "m", "e")}
+    assert set(asyncio.run(lately.sums(lambda tenant: tenant == "a"))) == {Whose("a", "m", "e")}
     now["s"] += 3600
-    assert lately.sums(lambda tenant: True) == {}
+    assert asyncio.run(lately.sums(lambda tenant: True)) == {}
     for number in range(MOST_ENGINES + 5):
         lately.ended(Whose("", "m", f"{number}"), OutcomeView(
             prompt_tokens=1, local_tokens=0, found_tokens=0, loaded_tokens=0
         ))
-    assert len(lately.sums(lambda tenant: True)) == MOST_ENGINES + 1
+    assert len(asyncio.run(lately.sums(lambda tenant: True))) == MOST_ENGINES + 1
 
 
 def test_a_pool_full_of_one_tenant_is_told_if_others_lost_chunks_to_it() -> None:

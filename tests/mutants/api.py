@@ -159,8 +159,8 @@ MUTANTS = (
     ),
     Mutant(
         "Q5", "a slice is not begun anew", "kvdock/api/turns.py",
-        "            await next_slice()\n            self._began_s = time.thread_time()\n",
-        "            await next_slice()\n",
+        "    await queues.slices.later()\n    queues.began_s = time.thread_time()\n",
+        "    await queues.slices.later()\n",
         ("tests/api/test_turn_queues.py",), "test_work_gives_a_turn_after_a_slice_and_not_after_each_step",
     ),
 )

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Struct, field
 
 from kvdock._core import Table
-from kvdock.api.turns import next_slice
+from kvdock.api.turns import next_slice, sliced
 from kvdock.protocol.access import Identity
 from kvdock.protocol.errors import ApiError, without_secrets
 from kvdock.protocol.hits import HitTotals
@@ -455,13 +455,13 @@ class Registry:
         for member in record.members.values():
             self._forget_lock(member)
 
-    def left_by_benches(self) -> list[NamespaceRecord]:
-        """Namespaces that benchmarks alone have used, and that no session uses any more."""
-        of_benches = [one for one in self._namespaces.values() if one.use.is_bench]
-        if not of_benches:
-            return []
-        used = {session.namespace.table_id for session in self._by_id.values()}
-        return [one for one in of_benches if one.table_id not in used]
+    async def left_by_benches(self) -> list[NamespaceRecord]:
+        """Namespaces that benchmarks alone have used, and that no session uses any more. In slices."""
+        of_benches = {one.table_id: one for one in self._namespaces.values() if one.use.is_bench}
+        if of_benches:
+            async for session in sliced(self.sessions()):
+                of_benches.pop(session.namespace.table_id, None)
+        return [one for one in of_benches.values() if one.use.is_bench]
 
     async def prune(self, table: Table) -> None:
         """Drops sessions that the table has closed, in slices; then namespaces without sessions and chunks."""

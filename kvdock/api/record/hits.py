@@ -21,6 +21,7 @@ from kvdock._core import Lookup as Found, Table
 from kvdock.api.clock import boot_s
 from kvdock.api.pool.registry import Hits, NamespaceRecord, Recent, SessionRecord
 from kvdock.api.record.requests import Detail
+from kvdock.api.turns import sliced
 from kvdock.protocol.hits import COMPUTED, MEMORY, WAITED, ComputedWhy, PromptRun
 from kvdock.protocol.mover_schemas import split_keys
 from kvdock.protocol.outcomes import Outcome, OutcomeView
@@ -361,12 +362,12 @@ class Lately:
         its_others = Whose(engine.tenant, *OTHER_ENGINES[1:])
         span.setdefault(_apart(span, engine, its_others, MOST_ENGINES) or OTHER_ENGINES, Hits()).ended(outcome)
 
-    def sums(self, sees: Callable[[str], bool]) -> dict[Whose, Hits]:
-        """What engines did whose tenants the caller sees."""
+    async def sums(self, sees: Callable[[str], bool]) -> dict[Whose, Hits]:
+        """What engines did whose tenants the caller sees. In slices."""
         now_s, found = self._boot_s(), dict[Whose, Hits]()
-        for began_s, span in self._spans:
+        for began_s, span in tuple(self._spans):
             if now_s - began_s <= LATELY_S:
-                for engine, hits in span.items():
+                async for engine, hits in sliced(tuple(span.items())):
                     if sees(engine.tenant):
                         found.setdefault(engine, Hits()).add(hits.view())
         return found
@@ -407,9 +408,10 @@ class HitRecord:
             oldest, _ = self._days.popitem(last=False)
             self._encoded.pop(oldest, None)
 
-    def days(self, sees: Callable[[str], bool], most: int = MOST_DAYS) -> list[DayOfHits]:
-        """The last `most` days, oldest first, of the tenants that the caller sees. A day takes some tenths of a ms."""
-        return [day for date in reversed(self.dates()[:most]) for day in self.on(date, sees)]
+    async def days(self, sees: Callable[[str], bool], most: int = MOST_DAYS) -> list[DayOfHits]:
+        """The last `most` days, oldest first, of the tenants that the caller sees. In slices: a day takes some tenths
+        of a ms."""
+        return [day async for date in sliced(reversed(self.dates()[:most])) for day in self.on(date, sees)]
 
     def dates(self) -> list[str]:
         """Newest first."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ from kvdock.api.pool.registry import MemberRecord, NamespaceRecord, SessionRecor
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.reports.contents import Contents
 from kvdock.api.reports.recorded import HitRecord, Recent
-from kvdock.api.turns import Slices, next_slice
+from kvdock.api.turns import Slices, next_slice, sliced
 from kvdock.protocol import schemas as s
 from kvdock.protocol.admin_schemas import MemberDetail, Namespaces, NamespaceView, SessionDetail
 from kvdock.protocol.errors import ApiError
@@ -61,8 +61,11 @@ class Lists:
         self._registry, self._names, self._clock = sessions.registry, sessions.names, sessions.clock
         self._recent, self._hits, self._contents, self._is_mover = recent, hits, contents, is_mover
 
-    def _engines(self) -> list[SessionRecord]:
-        return [session for session in self._registry.sessions() if not self._is_mover(session)]
+    async def _engines(self) -> AsyncIterator[SessionRecord]:
+        """All sessions but the mover's, in slices."""
+        async for session in sliced(self._registry.sessions()):
+            if not self._is_mover(session):
+                yield session
 
     async def segments(self, _: Peer, limit: int, cursor: int) -> s.Segments:
         shown, following = page_of(self._pool.segment_infos, lambda info: info.id, limit, cursor)
@@ -89,23 +92,21 @@ class Lists:
         ids = [record.table_id for record in shown]
         views = {view.session: view for view in self._table.sessions(ids)}
         await next_slice()
-        now_ms, sessions, slices = self._clock.now_ms(), list[s.SessionView](), Slices()
-        for record in shown:
+        now_ms, sessions = self._clock.now_ms(), list[s.SessionView]()
+        async for record in sliced(shown):
             if record.table_id in views:
                 sessions.append(s.SessionView(**_session_fields(record, views[record.table_id], now_ms), members=[
                     s.MemberView(**_member_fields(member, view, now_ms)) for member, view in self._members(record)
                 ]))
-            await slices.give_turn()
         return s.Sessions(sessions=sessions, next=following)
 
     async def copy_rates(self) -> CopyRates:
         """The mean rates of all engines, without benchmarks."""
-        rates, slices = list[CopyRates](), Slices()
-        for record in self._engines():
+        rates = list[CopyRates]()
+        async for record in self._engines():
             of_session = rates_of([member.copies for member in record.members.values()])
             if not record.is_bench and of_session != CopyRates():
                 rates.append(of_session)
-            await slices.give_turn()
         return mean_of(rates)
 
     async def hit_days(self, peer: Peer) -> HitDays:
@@ -124,13 +125,17 @@ class Lists:
         """By tenant and model, of the tenants that the caller sees."""
         return {names: hits.view() for names, hits in self._hits.by_model.items() if peer.sees(names[0])}
 
-    def most_used_sessions(self, peer: Peer) -> dict[str, UseTotals]:
+    async def most_used_sessions(self, peer: Peer) -> dict[str, UseTotals]:
         """By label, or by id where there is none: the MOST_SESSIONS that looked up most tokens, of those seen.
         Those that have one label are summed."""
-        seen = [one for one in self._engines() if peer.sees(one.tenant) and not one.is_bench]
-        most = heapq.nlargest(MOST_SESSIONS, seen, key=lambda record: record.sums.lookup_tokens)
+        most = list[tuple[int, int, SessionRecord]]()  # a heap: the one that looked up least is first
+        async for record in self._engines():
+            if not record.is_bench and peer.sees(record.tenant):
+                heapq.heappush(most, (record.sums.lookup_tokens, -record.number, record))
+                if len(most) > MOST_SESSIONS:
+                    heapq.heappop(most)
         named: dict[str, Sums] = {}
-        for record in most:
+        for _, _, record in sorted(most, reverse=True):
             named.setdefault(record.label or record.id, Sums()).add(record.sums)
         return {name: sums.view() for name, sums in named.items()}
 
@@ -151,11 +156,9 @@ class Lists:
         fields, grants = _session_fields(record, views[0], now_ms), [self._grant_view(one, now_ms) for one in shown]
         await next_slice()
         left, members = [(one.grant, frozenset(one.remaining)) for one in grants], list[MemberDetail]()
-        slices = Slices()
-        for member, view in self._members(record):
+        async for member, view in sliced(self._members(record)):
             its = [grant for grant, remaining in left if not remaining.isdisjoint(view.ranks)]
             members.append(MemberDetail(**_member_fields(member, view, now_ms), grants=its))
-            await slices.give_turn()
         return SessionDetail(**fields, members=members, grants=grants, next=following)
 
     async def namespaces(self, peer: Peer, limit: int, cursor: int) -> Namespaces:
@@ -165,16 +168,14 @@ class Lists:
             self._registry.namespaces(), lambda record: record.table_id, limit, cursor,
             lambda one: peer.sees(one.tenant),
         )
-        slices, attached = Slices(), Counter[int]()
-        for session in self._registry.sessions():
-            attached[session.namespace.table_id] += not self._is_mover(session)
-            await slices.give_turn()
+        attached = Counter[int]()
+        async for session in self._engines():
+            attached[session.namespace.table_id] += 1
         await next_slice()
         left = {view.namespace: view.left_ms for view in self._table.namespaces()}
         await next_slice()
         views = list[NamespaceView]()
-        for record in shown:
-            await slices.give_turn()
+        async for record in sliced(shown):
             views.append(self._namespace_view(record, attached[record.table_id], left.get(record.table_id)))
         return Namespaces(namespaces=views, next=following)
 

@@ -114,7 +114,7 @@ class Metrics:
         await next_slice()
         models = self._lists.hits_by_model(peer)
         await next_slice()
-        sessions = self._lists.most_used_sessions(peer)
+        sessions = await self._lists.most_used_sessions(peer)
         await next_slice()
         return await asyncio.to_thread(
             lambda: used_by(tenants, form) + used_by_models(models, form) + used_by_sessions(sessions, form)

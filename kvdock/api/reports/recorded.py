@@ -80,7 +80,7 @@ class HitRecord(Protocol):
     @property
     def today(self) -> str: ...
 
-    def days(self, sees: Callable[[str], bool], most: int = ...) -> list[DayOfHits]: ...
+    async def days(self, sees: Callable[[str], bool], most: int = ...) -> list[DayOfHits]: ...
 
     def dates(self) -> list[str]: ...
 
@@ -90,7 +90,7 @@ class HitRecord(Protocol):
 class Lately(Protocol):
     """The last hour: `Lately`."""
 
-    def sums(self, sees: Callable[[str], bool]) -> dict[Whose, Hits]:
+    async def sums(self, sees: Callable[[str], bool]) -> dict[Whose, Hits]:
         """By engine."""
 
 

@@ -21,12 +21,12 @@ from kvdock.api.record.hits import Whose
 from kvdock.api.record.troubles import MOST_TROUBLES
 from kvdock.api.reports.recorded import Curves, Totals, Troubles
 from kvdock.api.reports.status import DRAINING, LowerTiers, Probes
-from kvdock.api.turns import Slices, next_slice
+from kvdock.api.turns import next_slice, sliced
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.hits import COMPUTED, HitTotals
 from kvdock.protocol.readable import percent, span
 from kvdock.protocol.reports import REMEDIES, CurvePoint, DayOfHits, Effect, Finding, FindingCode, TroubleKind, Verdict
-from kvdock.protocol.schemas import Manifest
+from kvdock.protocol.schemas import Group, Manifest
 
 RECENT_S = 24 * 3600.0
 """How long an engine's death and damaged chunks are findings, unless somebody acknowledges them."""
@@ -102,18 +102,15 @@ class Judge:
     async def verdict(self, peer: Peer) -> Verdict:
         await self._totals.catch_up()
         hits = self._totals.hits
-        judged = Judged(peer, hits.total.view(), hits.lately.sums(peer.sees))
-        rules = (
-            self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._holds, self._share_fell,
-        )
+        judged = Judged(peer, hits.total.view(), await hits.lately.sums(peer.sees))
+        rules = self._not_ready, self._loads_cost_time, self._tiers, self._troubled, self._holds
         findings = list[Finding]()
         for rule in rules:
             findings += rule(judged)
             await next_slice()
-        findings += await self._thrashing(judged)
-        findings += await self._silent(judged)
-        findings += await self._shares_nothing(judged)
-        findings += await self._one_tenant(judged)
+        for walk in (self._share_fell, self._thrashing, self._silent, self._shares_nothing, self._one_tenant):
+            findings += await walk(judged)
+            await next_slice()
         findings.sort(key=lambda one: (one.severity != "bad", -one.cost_share))
         effect = self._effect(judged)
         return Verdict(effect=effect, headline=self._headline(effect, judged.hits), findings=findings)
@@ -215,9 +212,8 @@ class Judge:
     async def _silent(self, judged: Judged) -> list[Finding]:
         """Engines whose heartbeats are missing: they get nothing new until one comes. Looks at all sessions, in
         slices."""
-        silent, slices = list[SessionRecord](), Slices()
-        for session in self._registry.sessions():
-            await slices.give_turn()
+        silent = list[SessionRecord]()
+        async for session in sliced(self._registry.sessions()):
             is_silent = any(member.suspect and not member.dead for member in session.members.values())
             if is_silent and not session.is_mover and judged.peer.sees(session.tenant):
                 silent.append(session)
@@ -269,9 +265,7 @@ class Judge:
         if not judged.peer.may("read"):
             return []
         by_model: dict[tuple[Any, ...], dict[bytes, NamespaceRecord]] = {}
-        slices = Slices()
-        for session in self._registry.sessions():
-            await slices.give_turn()
+        async for session in sliced(self._registry.sessions()):
             space = session.namespace
             if judged.peer.sees(space.tenant) and space.use.sums.lookup_tokens >= SHARED_LEAST_TOKENS:
                 name, shape = PurePosixPath(space.model).name.lower(), space.manifest
@@ -279,8 +273,8 @@ class Judge:
                 model = name, space.tenant, shape.layers, shape.kv_heads, shape.head_size
                 by_model.setdefault(model, {})[space.base] = space
         findings = []
-        for (name, *_), spaces in by_model.items():
-            fields = _differing([space.manifest for space in spaces.values()])
+        async for (name, *_), spaces in sliced(tuple(by_model.items())):
+            fields = await _differing([space.manifest for space in spaces.values()])
             if set(fields) - APART:
                 findings.append(_finding(
                     "shares_nothing", "warn", f"{len(spaces)} kinds of engines of the model {name} share nothing: "
@@ -288,21 +282,25 @@ class Judge:
                 ))
         return findings
 
-    def _share_fell(self, judged: Judged) -> Iterator[Finding]:
+    async def _share_fell(self, judged: Judged) -> list[Finding]:
+        """In slices: each of the models has a row on each of the days."""
         hits = self._totals.hits
-        days, today = hits.days(judged.peer.sees, FELL_DAYS + 1), hits.today
+        days, today = await hits.days(judged.peer.sees, FELL_DAYS + 1), hits.today
         fall, whose = fall_of(days, today), ""
         if fall is None and judged.peer.may("read"):  # one model may fall while others rise
-            models = {day.model for day in days if day.date == today}
-            falls = {name: found for name in models if (found := fall_of(_of_model(days, name), today)) is not None}
+            models, falls = {day.model for day in days if day.date == today}, dict[str, Fall]()
+            async for name in sliced(models):
+                if (found := fall_of(_of_model(days, name), today)) is not None:
+                    falls[name] = found
             name = min(falls, key=lambda name: falls[name].now / falls[name].usual, default="")
             fall, whose = falls.get(name), f" of the model {name}"
-        if fall is not None:
-            yield _finding(
-                "share_fell", "warn", f"Today {percent(fall.now, 0)} of prompt tokens{whose} were loaded, and "
-                f"{percent(fall.usual, 0)} on the {fall.days} {'day' if fall.days == 1 else 'days'} before.",
-                cost_share=fall.usual - fall.now,
-            )
+        if fall is None:
+            return []
+        return [_finding(
+            "share_fell", "warn", f"Today {percent(fall.now, 0)} of prompt tokens{whose} were loaded, and "
+            f"{percent(fall.usual, 0)} on the {fall.days} {'day' if fall.days == 1 else 'days'} before.",
+            cost_share=fall.usual - fall.now,
+        )]
 
     async def _one_tenant(self, judged: Judged) -> list[Finding]:
         if not judged.peer.may("admin"):
@@ -379,14 +377,19 @@ def _share_of(point: CurvePoint) -> float:
     return point.hit_share or 0.0
 
 
-def _differing(manifests: Sequence[Manifest]) -> list[str]:
-    found = [
-        name for name in Manifest.__struct_fields__ if len({repr(getattr(one, name)) for one in manifests}) > 1
-    ]
-    raw = [[replace(group, packed=UNSET) for group in one.groups] for one in manifests]
-    if "groups" in found and all(groups == raw[0] for groups in raw):
-        found[found.index("groups")] = "whether and how KV is packed (the connectors' setting pack)"
-    return found
+async def _differing(manifests: Sequence[Manifest]) -> list[str]:
+    """The fields in which not all are equal. In slices: there may be a thousand with long lists of groups."""
+    first, raw, found = manifests[0], _raw_groups(manifests[0]), set[str]()
+    are_packed_otherwise = True
+    async for one in sliced(manifests):
+        found |= {name for name in Manifest.__struct_fields__ if getattr(one, name) != getattr(first, name)}
+        are_packed_otherwise &= one.groups == first.groups or _raw_groups(one) == raw
+    in_words = {"groups": "whether and how KV is packed (the connectors' setting pack)"} if are_packed_otherwise else {}
+    return [in_words.get(name, name) for name in Manifest.__struct_fields__ if name in found]
+
+
+def _raw_groups(manifest: Manifest) -> list[Group]:
+    return [replace(group, packed=UNSET) for group in manifest.groups]
 
 
 def _headline(effect: Effect, hits: HitTotals, asked_tokens: int) -> str:

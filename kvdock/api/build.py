@@ -117,7 +117,7 @@ def build(
     sampler = Sampler(history, pool, tally, lambda: mover_client.tiers, clock, curves)
     sessions.quotas.keep = sampler.keep_quotas
     meter = Meter(tally.counters, Timings(clocks.wall_s), clocks.perf_ns, {}, journal.publish)
-    probes = Probes(settings, pool, registry, drain, pulse := Pulse(clocks.perf_ns))
+    probes = Probes(settings, sessions, pulse := Pulse(clocks.perf_ns), history, clocks.wall_s)
     tiers = LowerTiers(lambda: mover_client.tiers, mover_client.view, mover_client.session_count)
     overview = Overview(probes, sessions, tally, history, curves, tiers, clocks.wall_s)
     contents = Contents(pool.table, registry, labels, clock, clocks.now_s)

@@ -25,6 +25,7 @@ from kvdock import _core
 from kvdock.cli.client import TIMEOUT_S, delete, print_json, reached
 from kvdock.cli.errors import FAILED, CommandError
 from kvdock.cli.render import say, size
+from kvdock.cli.status import state_in_words
 from kvdock.client.client import Client
 from kvdock.client.transport import Address
 from kvdock.connectors.engine_connector import ConnectorSettings, open_worker, start
@@ -86,8 +87,8 @@ def run_bench(server: str, *, rounds: int, mib: int, threads: int, as_json: bool
     with reached(server) as client:
         status = client.status()
         _require_own(client)
-        if status.status != "ok":
-            raise CommandError(f"the server is not ready: {', '.join(status.reasons)}", FAILED)
+        if status.status == "not ready":
+            raise CommandError(f"the server is {state_in_words(status)}", FAILED)
         limits = client.config().limits
         share, chunk_bytes = POOL_SHARE * min(limits.session_cap, limits.total_cap), Shape().chunk_bytes
         most = int(share * limits.pool_bytes) // chunk_bytes

@@ -39,6 +39,7 @@ from kvdock.cli.client import TIMEOUT_S, print_json, remedy, socket_of
 from kvdock.cli.errors import DONE, FAILED
 from kvdock.cli.render import duration, printable, say, size
 from kvdock.cli.serve import tiers_of
+from kvdock.cli.status import state_in_words
 from kvdock.client.client import Client
 from kvdock.connectors.packing import models_that_do_not_pack
 from kvdock.datapath.pack_rates import PackRates, kept_pack_rates
@@ -161,9 +162,11 @@ def _server(
         advice = "use the client of the server's release"
         return Finding("server", "problem", f"at {address}: {error}", advice), None
     text = f"{status.version} at {address}, up {duration(status.uptime_s)}"
-    if status.status != "ok":
-        text += f", not ready: {', '.join(status.reasons)}"
-        return Finding("server", "problem", text, "docs/operate/not_ready.md explains each reason"), None
+    if status.degraded:
+        text += f", {state_in_words(status)}"
+        is_ready = status.status != "not ready"
+        advice = "docs/operate/not_ready.md explains each reason"
+        return Finding("server", "note" if is_ready else "problem", text, advice), verdict if is_ready else None
     return Finding("server", "ok", text), verdict
 
 

@@ -169,9 +169,21 @@ def _overview(
     rows["server"] = f"{status.version} at {address}, up {duration(status.uptime_s)}"
     if settings and status.chunks.ready:
         rows["at its end"] = AT_ITS_END[settings["on_exit"]]
-    if status.reasons:
-        rows["state"] = ", ".join([status.status, *status.reasons])
+    if status.degraded:
+        rows["state"] = state_in_words(status)
     return _two_columns(rows.items())
+
+
+def state_in_words(status: Status) -> str:
+    return f"{status.status}: {degraded_in_words(status)}"
+
+
+def degraded_in_words(status: Status) -> str:
+    """What the server cannot give or do now, since when, and who has most of it."""
+    return ", ".join(
+        "; ".join(filter(None, (f"{one.reason} (for {duration(max(0.0, status.now - one.since))})", one.most)))
+        for one in status.degraded
+    )
 
 
 def _rows(status: Status, rates: Sequence[Rates]) -> Iterator[tuple[str, str]]:

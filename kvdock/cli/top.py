@@ -43,6 +43,7 @@ from kvdock.cli.status import (
     EngineFigures,
     Rates,
     attached,
+    degraded_in_words,
     engines_of,
     finding_in_words,
     headline,
@@ -173,6 +174,10 @@ YIELDING_CELLS = 12
 """A column that gives way to the others keeps this many cells."""
 LOW_ROWS, INDENT = 24, 3
 """A window of fewer rows is low. Where a text goes on in the next line, it stands this far from the edge."""
+HEALTH = {
+    "ok": Text("ready", style="green"), "degraded": Text("degraded", style="bold yellow"),
+    "not ready": Text("not ready", style="bold red"),
+}
 MOST_FINDINGS = 3
 FEWEST_REQUESTS = 3
 """Rows that engines and tiers leave free for requests, if the screen is high enough."""
@@ -253,10 +258,10 @@ def _header(shown: Snapshot | None, trouble: str, address: str, look: Look) -> L
         return [lost, Text(printable(trouble), style="red"), *hint]
     assert shown is not None
     status = shown.status
-    health = Text("ready", style="green") if status.status == "ok" else Text("not ready", style="bold red")
+    health = HEALTH[status.status]
     about = [f"up {duration(status.uptime_s)}", clock, *([] if look.narrow else [address])]
     line = Text("kvdock ", style="bold") + health + Text("  " + "  ".join(about), style="not bold")
-    reasons = [Text("; ".join(map(printable, status.reasons)), style="yellow")] if status.reasons else []
+    reasons = [Text(printable(degraded_in_words(status)), style="yellow")] if status.degraded else []
     findings = [one for one in shown.verdict.findings if one.code != "not_ready"]  # the reasons have said it
     said = [headline(shown.verdict), *reasons, *(finding_in_words(one, OWN) for one in findings[:MOST_FINDINGS])]
     folded = [part for one in said for part in _folded(one, look)]

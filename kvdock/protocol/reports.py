@@ -339,9 +339,23 @@ class MoverView(Answer, kw_only=True):
     """A histogram of these waits with the bounds WAIT_BOUNDS_S: the first count is below all bounds, the last above."""
 
 
+class Degraded(Answer, kw_only=True):
+    """Something that the server cannot give or do now."""
+
+    reason: str
+    """A sentence; docs/operate/not_ready.md explains it."""
+    most: str = ""
+    """Who has most of what is full. Empty: nobody has more than others, the caller may not know it, or the server has
+    not looked yet."""
+    since: float
+    """Unix seconds, for display only."""
+
+
 class Status(Answer, kw_only=True):
-    status: Literal["ok", "not ready"]
-    reasons: list[str]
+    status: Literal["ok", "degraded", "not ready"]
+    """'ok': nothing is degraded. 'degraded': slots can be given out. 'not ready': none can."""
+    degraded: list[Degraded] = msgspec.field(default_factory=list)
+    """What the server cannot give or do now; what keeps slots from being given out comes first."""
     version: str
     api_version: int = API_VERSION
     pool_id: Hex64
@@ -371,6 +385,11 @@ class Status(Answer, kw_only=True):
     """Lower tiers, in the order in which they are asked."""
     mover: MoverView | None = None
     """None: the server has no lower tiers."""
+
+    @property
+    def reasons(self) -> list[str]:
+        """Those of `degraded`."""
+        return [one.reason for one in self.degraded]
 
 
 # --------------------------------------------------------------------------- one request explained

@@ -39,7 +39,7 @@ from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.wire import COMMON_HEADERS
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.timings import Meter, Timings
-from kvdock.api.reports.status import CONNECTIONS_HELD
+from kvdock.api.reports.degraded import CONNECTIONS_HELD
 from kvdock.api.turns import next_call
 from kvdock.client.client import Client
 
@@ -246,14 +246,17 @@ def test_tcp_has_so_many_connections_and_engines_are_not_counted(tmp_path: Path)
         found = refusal_in(until_closed(quick.http, b""))
         assert (found.status, found.problem["code"], found.headers["retry-after"]) == (503, "too_busy", "1")
         assert (found.problem["found"], found.problem["wanted"]) == (4, "< 4")
-        held_by = [CONNECTIONS_HELD, "most are of the own user: 4 TCP connections"]
-        assert ok(quick.unix, "GET", "/v1/status")["reasons"][-2:] == held_by
+        asyncio.run(quick.parts.handlers.probes.rounds.look())
+        now = ok(quick.unix, "GET", "/v1/status")["degraded"]
+        full = [(one["reason"], one["most"]) for one in now]
+        assert full[-1] == (CONNECTIONS_HELD.format("TCP"), "most are of the own user: 4 TCP connections")
         for _ in range(5):
             assert raw(quick.unix, "GET", "/livez")[0] == 200
         assert quick.parts.meter.counters.refused_connections == 1
         held.close()
         eventually(lambda: raw(quick.http, "GET", "/livez")[0] == 200)
-        assert CONNECTIONS_HELD not in ok(quick.unix, "GET", "/v1/status")["reasons"]
+        now = ok(quick.unix, "GET", "/v1/status")["degraded"]
+        assert CONNECTIONS_HELD.format("TCP") not in [one["reason"] for one in now]
 
 
 NO_TOKEN = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -23,7 +23,7 @@ from kvdock.api.build import build, create_app
 from kvdock.api.clock import Clocks
 from kvdock.api.http import wire
 from kvdock.api.pool.pool import open_pool
-from kvdock.api.reports.status import STARTING
+from kvdock.api.reports.degraded import STARTING
 from kvdock.api.settings import Settings
 from kvdock.client.client import Client
 from kvdock.protocol.errors import CODES, ApiError

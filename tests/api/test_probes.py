@@ -24,8 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvdock.api.http import openapi
 from kvdock.api.http.openapi import wire_structs
 from kvdock.api.record.timings import BOUNDS_S, Pulse, Timings
+from kvdock.api.reports.degraded import ALL_HELD, ALL_KEPT, CAP_REACHED, GRANTS_HELD
 from kvdock.api.reports.metrics import FRESH_S
-from kvdock.api.reports.status import ALL_HELD, ALL_KEPT, CAP_REACHED, GRANTS_HELD
 from kvdock.client.client import Client
 from kvdock.datapath.liveness import MemberLiveness
 from kvdock.protocol import admin_schemas as a
@@ -54,13 +54,19 @@ def test_a_server_without_room_for_grants_says_so_and_who_has_most() -> None:
         assert all(leases)
         status, answer = call(server.http, "GET", "/readyz")
         assert status == 503 and answer["reasons"] == [GRANTS_HELD]
-        _, whose = ok(server.http, "GET", "/v1/status")["reasons"]
+        eventually(lambda: bool(client.status().degraded[0].most))
+        found, whose = ok(server.http, "GET", "/v1/status"), client.status().degraded[0].most
         assert whose.startswith(f"most is held by session {most.listed} ") and "10 leases" in whose
-        eventually(lambda: f"{GRANTS_HELD}; {whose}" in server.log_text())
+        (degraded,) = found["degraded"]
+        assert found["status"] == "not ready" and degraded["reason"] == GRANTS_HELD
+        assert degraded["most"] == whose and 0 <= found["now"] - degraded["since"] < 60
+        assert metrics(server.http)["kvdock_degraded"].samples[0].value == 1
+        assert f"{GRANTS_HELD}; {whose}" in server.log_text()
         most.release(leases[-1], 0)
         assert ok(server.http, "GET", "/readyz")["status"] == "ok"
         eventually(lambda: f"this is over: {GRANTS_HELD}" in server.log_text())
         assert server.log_text().count(whose) == 1
+        assert ok(server.http, "GET", "/v1/status")["degraded"] == []
 
 
 def test_a_server_whose_every_byte_is_held_says_so_until_somebody_lets_go() -> None:
@@ -73,9 +79,10 @@ def test_a_server_whose_every_byte_is_held_says_so_until_somebody_lets_go() -> N
         whose = f"most is held by session {who}: 1032192 bytes, 0 leases, 1 reservations"
         assert status == 503 and answer == {"status": "not ready", "reasons": [ALL_HELD]}
         assert call(server.http, "GET", "/healthz") == (503, answer)
-        assert ok(server.http, "GET", "/v1/status")["reasons"] == [ALL_HELD, whose]
+        eventually(lambda: client.status().degraded[0].most == whose)
+        assert client.status().reasons == [ALL_HELD]
         nobodys = json.loads(raw(server.http, "GET", "/v1/status", None, NOBODYS)[2])
-        assert nobodys["reasons"] == [ALL_HELD]
+        assert [(one["reason"], one["most"]) for one in nobodys["degraded"]] == [(ALL_HELD, "")]
         assert metrics(server.http)["kvdock_ready"].samples[0].value == 0
         for path in ("/livez", "/startupz"):
             assert ok(server.http, "GET", path) == {"status": "ok", "reasons": []}
@@ -125,7 +132,8 @@ def test_a_server_at_its_total_cap_is_not_ready() -> None:
         engine.lookup(keys(63, "half of it"))
         status, answer = call(server.http, "GET", "/readyz")
         assert status == 503 and answer["reasons"] == [CAP_REACHED]
-        assert f"most is held by session {engine.listed} " in ok(server.http, "GET", "/v1/status")["reasons"][1]
+        whose = f"most is held by session {engine.listed} "
+        eventually(lambda: client.status().degraded[0].most.startswith(whose))
         engine.close()
 
 

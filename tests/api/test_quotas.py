@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
 import signal
@@ -39,8 +40,10 @@ from kvdock.api.pool.quotas import Quotas, default_quota, tenant_id
 from kvdock.api.pool.registry import Names, NamespaceRecord, Registry, SessionRecord, digest16
 from kvdock.api.pool.sessions import Drain, Sessions
 from kvdock.api.record.counters import Counters
+from kvdock.api.record.history import History
 from kvdock.api.record.timings import Pulse
-from kvdock.api.reports.status import MEMBERS_HELD, NAMESPACES_HELD, SESSIONS_HELD, Probes
+from kvdock.api.reports.degraded import MEMBERS_HELD, NAMESPACES_HELD, SESSIONS_HELD, Lack, Rounds
+from kvdock.api.reports.status import Probes
 from kvdock.api.settings import Settings
 from kvdock.api.tiers.mover_client import Prefetches
 from kvdock.client.client import Client
@@ -313,57 +316,83 @@ def test_a_tenant_that_fills_its_quota_leaves_the_others_alone() -> None:
         pool.table.check_integrity()
 
 
-def test_a_server_without_room_for_members_says_so_and_which_session_has_most() -> None:
+def probes_of(pool: Shared) -> Probes:
+    history = History(10, 1.0, kept=None)
+    return Probes(
+        Settings.load(small_pool()), pool.sessions, Pulse(time.perf_counter_ns), history, lambda: 1_764_000_000.0
+    )
+
+
+def told(probes: Probes, peer: Peer) -> list[tuple[str, str]]:
+    """What is degraded, with who has most of it, after a round."""
+    asyncio.run(probes.rounds.look())
+    return [(one.reason, one.most) for one in probes.rounds.told(probes.lacks(), peer)]
+
+
+OWN_USER = of_user(os.geteuid())
+ANOTHER = Peer("a reader", frozenset({"read"}), "team-c", is_unix=False)
+
+
+def test_a_server_without_room_for_members_says_so_and_which_tenant_has_most() -> None:
     with shared() as pool:
-        one, most = pool.attach("team-a"), pool.attach("team-b")
-        pool.join(most, "second")
-        probes = Probes(Settings.load(small_pool()), pool.pool, pool.registry, pool.sessions.drain,
-                        Pulse(time.perf_counter_ns))  # fmt: skip
-        assert MEMBERS_HELD not in probes.ready().reasons
-        for number in range(MAX_MEMBERS - 3):
+        one, _ = pool.attach("team-a"), pool.attach("team-b")
+        probes = probes_of(pool)
+        assert told(probes, OWN_USER) == []
+        for number in range(MAX_MEMBERS - 2):
             if number % MAX_SESSION_MEMBERS == 0:
                 session = pool.table.open_session(digest16(unique("session")), one.namespace.table_id, 0)
             pool.table.add_member(session, digest16(unique("member")), [], False, 0)
-        health = probes.ready()
-        assert MEMBERS_HELD in health.reasons
-        peer = of_user(os.geteuid())
-        assert probes.blamed(health, peer) == [f"most are of session {most.id} {most.instance}: 2 members"]
-        others = Peer("a reader", frozenset({"read"}), "team-c", is_unix=False)
-        assert probes.blamed(health, others) == []
+        assert probes.ready().reasons == [MEMBERS_HELD]
+        assert told(probes, OWN_USER) == [(MEMBERS_HELD, f"most are of tenant team-a: {MAX_MEMBERS - 1} members")]
+        assert told(probes, ANOTHER) == [(MEMBERS_HELD, "")]
 
 
 def test_a_server_without_room_for_sessions_says_so_and_which_tenant_has_most() -> None:
     with shared() as pool:
-        one = pool.attach("team-a")
-        pool.attach("team-b")
-        pool.attach("team-a")
-        probes = Probes(Settings.load(small_pool()), pool.pool, pool.registry, pool.sessions.drain,
-                        Pulse(time.perf_counter_ns))  # fmt: skip
-        for _ in range(MAX_SESSIONS - 3):
-            assert SESSIONS_HELD not in probes.ready().reasons
+        one, _ = pool.attach("team-a"), pool.attach("team-b")
+        probes = probes_of(pool)
+        for _ in range(MAX_SESSIONS - 2):
+            assert probes.ready().reasons == []
             pool.table.open_session(digest16(unique("session")), one.namespace.table_id, 0)
-        health = probes.ready()
-        assert SESSIONS_HELD in health.reasons
-        assert probes.blamed(health, of_user(os.geteuid())) == ["most are of tenant team-a: 2 sessions"]
-        assert probes.blamed(health, Peer("a reader", frozenset({"read"}), "team-c", is_unix=False)) == []
+        assert probes.ready().reasons == [SESSIONS_HELD]
+        assert told(probes, OWN_USER) == [(SESSIONS_HELD, f"most are of tenant team-a: {MAX_SESSIONS - 1} sessions")]
+        assert told(probes, ANOTHER) == [(SESSIONS_HELD, "")]
 
 
 def test_a_server_without_room_for_namespaces_says_so_and_which_tenant_has_most() -> None:
     with shared() as pool:
-        probes = Probes(Settings.load(small_pool()), pool.pool, pool.registry, pool.sessions.drain,
-                        Pulse(time.perf_counter_ns))  # fmt: skip
-        user, others = of_user(os.geteuid()), Peer("a reader", frozenset({"read"}), "team-c", is_unix=False)
+        probes = probes_of(pool)
         members = [pool.namespace(f"team-{'ab'[number % 2]}", number) for number in range(MAX_NAMESPACES - 1)]
-        assert probes.full() == []
+        assert told(probes, OWN_USER) == []
         members.append(pool.namespace("team-b", MAX_NAMESPACES))
         pool.table.leave(members[0])
         pool.registry.drop_idle_namespaces(pool.table)  # as the keeper does
-        assert probes.full() == []
+        assert told(probes, OWN_USER) == []
         pool.namespace("team-b", 0)
-        (full,) = probes.full()
-        assert full.told(user) == [NAMESPACES_HELD, "most are of tenant team-b: 513 namespaces"]
-        assert full.told(others) == [NAMESPACES_HELD]
+        assert told(probes, OWN_USER) == [(NAMESPACES_HELD, "most are of tenant team-b: 513 namespaces")]
+        assert told(probes, ANOTHER) == [(NAMESPACES_HELD, "")]
         assert probes.ready().status == "ok", "engines that are attached go on"
+
+
+def test_what_is_degraded_has_the_time_at_which_it_began(caplog: pytest.LogCaptureFixture) -> None:
+    """And the log gets it once, also if others come and go meanwhile."""
+    lacks, now = [Lack("a", "1")], {"s": 100.0}
+    rounds = Rounds(lambda: lacks, lambda: now["s"])
+    caplog.set_level(logging.INFO, "kvdock.api")
+
+    def since() -> dict[str, float]:
+        asyncio.run(rounds.look())
+        now["s"] += 10
+        return {one.reason: one.since for one in rounds.told(lacks, OWN_USER)}
+
+    assert since() == {"a: 1": 100.0}
+    lacks[:] = [Lack("a", "2"), Lack("b", is_logged=False)]
+    assert since() == {"a: 2": 100.0, "b": 110.0}
+    lacks[:] = [Lack("b", is_logged=False)]
+    assert since() == {"b": 110.0}
+    lacks[:] = [Lack("a", "3")]
+    assert since() == {"a: 3": 130.0}
+    assert caplog.messages == ["a: 1", "this is over: a", "a: 3"]
 
 
 def test_a_tenant_has_half_of_all_prefetches_so_that_others_may_have_some() -> None:

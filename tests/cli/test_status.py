@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from api_helpers import MIB, ServerProcess, attach, eventually, keys, raw, unique
+from api_helpers import MIB, OPERATOR, ServerProcess, attach, eventually, keys, raw, unique
 from cli_helpers import kvdock
 
 from kvdock.api.record.counters import Counters
@@ -76,6 +78,21 @@ def test_a_server_that_is_not_ready_says_why(tmp_path: Path) -> None:
         assert first == "kvdock is up and gives out no slots."
         assert second.startswith("✗ No slot can be given out: every byte of the pool is held by engines")
         engine.close()
+
+
+def test_a_server_that_is_full_says_of_what_since_when_and_who_has_most(tmp_path: Path) -> None:
+    with ServerProcess(tcp_connections=4) as server, ExitStack() as held:
+        for _ in range(4):
+            client = held.enter_context(Client(server.http, access_token=OPERATOR))
+            assert client.status().status in ("ok", "degraded")
+        wanted = re.compile(
+            r"state +degraded: all TCP connections that there may be are open: new ones are refused until one ends "
+            r"\(for [\d.]+ m?s\); most are of the own user: 4 TCP connections$", re.MULTILINE,
+        )
+        eventually(lambda: bool(wanted.search(kvdock("status", "--server", server.unix).stdout)))
+        server_line = kvdock("doctor", "--server", server.unix, "--json").stdout
+        (check,) = [one for one in json.loads(server_line)["checks"] if one["check"] == "server"]
+        assert check["level"] == "note" and "degraded: all TCP connections" in check["found"]
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])

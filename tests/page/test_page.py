@@ -86,10 +86,27 @@ def test_the_host_is_named_where_the_server_tells_it(page_server: PageServer, op
 
 
 def test_reasons_are_listed_when_the_server_is_not_ready(page_server: PageServer, open_page: OpenPage) -> None:
-    page_server.bodies["status"] = say.status(status="not ready", reasons=["prefault: 3 of 12 GiB"])
+    page_server.bodies["status"] = say.status(status="not ready", degraded=say.degraded("prefault: 3 of 12 GiB"))
     page = open_page(page_server.url)
     expect(page.locator("#pill")).to_have_text("Not ready")
-    expect(page.locator("#reasons li")).to_have_text(["prefault: 3 of 12 GiB"])
+    expect(page.locator("#degraded li")).to_have_text([re.compile(r"^prefault: 3 of 12 GiB; since \d\d:\d\d:\d\d$")])
+
+
+def test_what_is_degraded_is_listed_with_who_has_most_while_slots_are_given_out(
+    page_server: PageServer, open_page: OpenPage
+) -> None:
+    (full,) = say.degraded("every namespace is in use")
+    full.most = "most are of tenant a: 600 namespaces"
+    page_server.bodies["status"] = say.status(status="degraded", degraded=[full])
+    page = open_page(page_server.url)
+    expect(page.locator("#pill")).to_have_text("Degraded")
+    expect(page.locator("#degraded p")).to_have_text("The server gives out slots, but:")
+    expect(page.locator("#degraded li")).to_have_text(
+        [re.compile(r"^every namespace is in use; since [\d:]+; most are of tenant a: 600 namespaces$")]
+    )
+    assert page.title() == "Degraded: kvdock"
+    page_server.bodies["status"] = say.status()
+    expect(page.locator("#degraded")).to_be_hidden()
 
 
 def cells(page: Page, row: int) -> dict[str, str]:

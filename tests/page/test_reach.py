@@ -39,7 +39,7 @@ def test_a_hostile_label_is_shown_as_text(page_server: PageServer, open_page: Op
     requests.requests[0].outcome = view_of(Outcome(request="r", prompt_tokens=1, loaded_tokens=1), runs)
     page_server.bodies["requests"] = requests
     page_server.bodies["stats"] = say.history(say.series(HOSTILE, "bytes", HOSTILE, [1.0]))
-    page_server.bodies["status"] = say.status(status="not ready", reasons=[HOSTILE], counters={HOSTILE: 1})
+    page_server.bodies["status"] = say.status(status="not ready", degraded=say.degraded(HOSTILE), counters={HOSTILE: 1})
     page = open_page(page_server.url)
     for panel in ("sessions", "grants", "requests", "history", "totals"):
         expect(page.locator(f"#{panel}")).to_contain_text("onerror=", ignore_case=True)
@@ -101,7 +101,7 @@ def test_no_width_scrolls_sideways_even_with_long_names(page_server: PageServer,
         days=[DayOfHits(date="2026-11-25", tenant="a" * 64, model=long, hits=views.hits(1 << 40, saved_s=-9e6))]
     )
     page_server.bodies["requests"] = requests
-    page_server.bodies["status"] = say.with_tiers(status="not ready", reasons=[long])
+    page_server.bodies["status"] = say.with_tiers(status="not ready", degraded=say.degraded(long))
     page = open_page(page_server.url)
     expect(page.get_by_role("slider").first).to_be_visible()
     first_word = "n.innerText.trim().split(/\\s/)[0]"
@@ -193,7 +193,9 @@ SCHEMES: tuple[tuple[Literal["light", "dark"], str], ...] = (
 
 @pytest.mark.parametrize("old", [False, True])
 def test_every_text_has_contrast_of_at_least_4_5(page_server: PageServer, open_page: OpenPage, old: bool) -> None:
-    page_server.bodies["status"] = say.status(status="not ready", reasons=["prefault"], counters={"mismatches": 2})
+    page_server.bodies["status"] = say.status(
+        status="not ready", degraded=say.degraded("prefault"), counters={"mismatches": 2}
+    )
     page = open_page(page_server.url, reduced_motion="reduce")
     if old:
         page_server.stop()

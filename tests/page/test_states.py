@@ -58,7 +58,7 @@ def _hostile(server: PageServer) -> None:
         "leases": Leases(leases=[say.grant(1, "lease", "s1", HOSTILE, 1, [0])]),
         "namespaces": Namespaces(namespaces=[views.namespace(1, HOSTILE, tenant=HOSTILE)]),
         "prefixes": Prefixes(prefixes=[views.prefix(1, model=HOSTILE)], prefix_count=1, counted_s=0.1),
-        "status": say.with_tiers(status="not ready", reasons=[HOSTILE], host=HOSTILE),
+        "status": say.with_tiers(status="not ready", degraded=say.degraded(HOSTILE), host=HOSTILE),
     }
 
 

@@ -28,6 +28,7 @@ from kvdock.protocol.outcomes import Outcome, OutcomeView, view_of
 from kvdock.protocol.reports import (
     Caller,
     ChunkCounts,
+    Degraded,
     HitDays,
     Leases,
     LeaseView,
@@ -53,7 +54,7 @@ OpenPage = Callable[..., Page]
 def status(**changes: Any) -> Status:
     """The status of a ready server with traffic, with `changes`."""
     healthy = Status(
-        status="ok", reasons=[], version="0.1.0", pool_id="3fa90c51d27be604", incarnation=3, uptime_s=93_784.0,
+        status="ok", version="0.1.0", pool_id="3fa90c51d27be604", incarnation=3, uptime_s=93_784.0,
         now=1_700_000_000.0, pool=live_pool(), chunks=ChunkCounts(reserved=24, ready=4731, quarantined=9),
         sessions=3, leases=3, reservations=1,
         counters={
@@ -63,6 +64,11 @@ def status(**changes: Any) -> Status:
         hits=views.hits(61_204_512),
     )
     return msgspec.structs.replace(healthy, **changes)
+
+
+def degraded(*reasons: str) -> list[Degraded]:
+    """As a status has it."""
+    return [Degraded(reason=reason, since=1_699_999_900.0) for reason in reasons]
 
 
 def with_tiers(**changes: Any) -> Status:

@@ -31,7 +31,7 @@ from kvdock.api.http.limits import ConnectionLimits
 from kvdock.api.http.pace import Pace
 from kvdock.api.http.wire import COMMON_HEADERS, NO_STORE, PROBLEM, PROBLEM_HEADERS, REFUSAL
 from kvdock.api.record.timings import Meter
-from kvdock.api.reports.status import CONNECTIONS_HELD, Full
+from kvdock.api.reports.degraded import CONNECTIONS_HELD, Lack, Most, tenant_with_most
 from kvdock.api.turns import ENDS_OF_TURN, ENGINE_READS_OF_TURN, LONG_READ_BYTES, SHORT_READ_BYTES, ReadTurns
 from kvdock.protocol.errors import ApiError, problem_of
 from kvdock.protocol.forms import JSON
@@ -113,6 +113,9 @@ class ConnectionCount:
         counts[OWN_TENANT] = self.open - len(self.strangers) - counts.total()
         return counts
 
+    async def tenant_with_most(self) -> Most | None:
+        return tenant_with_most(f"{self.name} connections", self.of_each())
+
     def make_room_among(self, tenants: dict[Connection, None]) -> bool:
         """Whether one more fits within the share of a tenant, after one of its own has given way if need be."""
         return len(tenants) < self._share or _give_way(tenants)
@@ -132,10 +135,10 @@ class Counts(NamedTuple):
     unix: ConnectionCount
     tcp: ConnectionCount
 
-    def full(self) -> list[Full]:
+    def full(self) -> list[Lack]:
         """Where there is no room, and no stranger that would give way."""
         return [
-            Full(CONNECTIONS_HELD, f"{count.name} connections", count.of_each())
+            Lack(CONNECTIONS_HELD.format(count.name), find_most=count.tenant_with_most)
             for count in self if count.open >= count.limit and not count.strangers
         ]
 

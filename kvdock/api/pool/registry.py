@@ -203,6 +203,11 @@ class NamespaceRecord(Struct, frozen=True, eq=False, gc=False):
     base: bytes = b""
     """The digest of the same manifest and tenant without weights: keys are made of it."""
     use: NamespaceUse = field(default_factory=NamespaceUse)
+    least_part_bytes: int = 0
+    """The slot of its smallest part."""
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "least_part_bytes", min(one.slot_bytes for one in self.manifest.groups))
 
     @property
     def model(self) -> str:

@@ -1,28 +1,44 @@
 """The server at a glance, and the answers to probes: is the process alive, has it started, can it give out slots.
 
-Reads only. Every reason why it cannot is a sentence that docs/operate/not_ready.md explains.
+Reads only. kvdock/api/reports/degraded.py has the reasons why it cannot.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
 
 from kvdock import __version__
 from kvdock._core import MAX_MEMBERS, MAX_NAMESPACES, MAX_SESSIONS, SLOT_ALIGN
-from kvdock.api.access.peer import Peer, of_user
+from kvdock.api.access.peer import Peer
 from kvdock.api.clock import since_s
 from kvdock.api.convert import grant_text
-from kvdock.api.pool.pool import Pool
-from kvdock.api.pool.registry import Registry
-from kvdock.api.pool.sessions import Drain, Sessions
+from kvdock.api.pool.sessions import Sessions
+from kvdock.api.reports.degraded import (
+    ALL_HELD,
+    ALL_KEPT,
+    CANNOT_GROW,
+    CAP_REACHED,
+    DRAINING,
+    GRANTS_HELD,
+    MEMBERS_HELD,
+    NAMES_GONE,
+    NAMESPACES_HELD,
+    NOT_KEPT,
+    SESSIONS_HELD,
+    STARTING,
+    TABLE_HELD,
+    Lack,
+    Most,
+    Rounds,
+    tenant_with_most,
+)
 from kvdock.api.reports.recorded import Curves, Loop, Series, Totals
 from kvdock.api.settings import Settings
 from kvdock.protocol.errors import ApiError
@@ -34,41 +50,20 @@ STUCK_ROUNDS = 20
 """A keeper that has missed this many rounds is stuck."""
 STUCK_LEAST_S = 10.0
 
-log = logging.getLogger("kvdock.api")
-
-STARTING = "the first segment is being allocated"
-DRAINING = "draining"
-ALL_HELD = "every byte of the pool is held by engines or waits for their release"
-ALL_KEPT = "pins keep all that engines do not hold: nothing may be evicted"
-CAP_REACHED = "engines hold as much of the pool as total_cap lets them"
-GRANTS_HELD = "all leases and reservations that there may be are open: no lookup and no store gets another one"
-MEMBERS_HELD = "every place for processes of engines is taken: no engine can attach any more"
-SESSIONS_HELD = "every session that there may be is open: no other engine can attach"
-NAMESPACES_HELD = "every namespace is in use: no engine with another manifest, or other weights, can attach"
-CONNECTIONS_HELD = "all connections that a socket may have are open: new ones are refused until one ends"
-TABLE_HELD = "every record of the chunk table is held: serve with more table_records"
-
-
-class Full(NamedTuple):
-    """Something that is full, which keeps out whoever has none of it yet. `of`: how many of it each tenant has."""
-
-    reason: str
-    what: str
-    of: Counter[str]
-
-    def told(self, peer: Peer) -> list[str]:
-        """The reason, and who has most, if the caller may know of it."""
-        return [self.reason, *_most_of(peer, self.what, self.of)]
-
 
 class Probes:
     """The three probes of a server."""
 
-    def __init__(self, settings: Settings, pool: Pool, registry: Registry, drain: Drain, loop: Loop) -> None:
-        self._pool, self._registry, self._drain, self._loop = pool, registry, drain, loop
+    def __init__(
+        self, settings: Settings, sessions: Sessions, loop: Loop, series: Series, wall_s: Callable[[], float]
+    ) -> None:
+        """`wall_s`: Unix seconds."""
+        self._pool, self._registry, self._drain = sessions.pool, sessions.registry, sessions.drain
+        self._quotas, self._loop, self._series = sessions.quotas, loop, series
         self._stuck_s = max(STUCK_LEAST_S, STUCK_ROUNDS * settings.watch_s)
         self._table_records, self._table_grants = settings.table_records, settings.table_grants
-        self.full_connections: Callable[[], list[Full]] = list
+        self.full_connections: Callable[[], list[Lack]] = list
+        self.rounds = Rounds(self.lacks, wall_s)
 
     @property
     def worst_lag_s(self) -> float:
@@ -92,12 +87,19 @@ class Probes:
         return _health([] if self._pool.ready else [STARTING])
 
     def ready(self) -> Health:
-        """A slot could be given out now: memory is free, can be allocated, or can be evicted.
+        """A slot could be given out now: memory is free, can be allocated, or can be evicted."""
+        return _health([lack.text for lack in self._stops()])
 
-        Free memory may be the ends of segments, too short for any slot: less than one slot per segment counts as none.
-        """
+    def lacks(self) -> list[Lack]:
+        """All that the server cannot give or do now; what keeps slots from being given out comes first."""
+        return [*self._stops(), *self._full_namespaces(), *self.full_connections(), *self._notes()]
+
+    def _stops(self) -> Iterator[Lack]:
+        """Free memory may be the ends of segments, too short for any slot: less than one slot per segment counts as
+        none."""
         if not self._pool.ready:
-            return _health([STARTING])
+            yield Lack(STARTING, stops=True, is_logged=False)
+            return
         pool, table = self._pool, self._pool.table
         stats = table.stats()
         leased_bytes = max(0, stats["held_bytes"] - stats["reserved_bytes"])
@@ -106,88 +108,64 @@ class Probes:
         kept = evictable_bytes > 0 and stats["kept_bytes"] > 0 and not table.can_evict()
         stuck = kept or evictable_bytes <= 0
         records = stats["reserved_chunks"] + stats["ready_chunks"] + stats["quarantined_chunks"]
-        reasons = [DRAINING] if self._drain.refuses_new else []
+        if self._drain.refuses_new:
+            yield Lack(DRAINING, stops=True, is_logged=False)
         if gone := pool.missing():
-            reasons.append(f"no engine can attach any more, somebody removed from shared memory: {', '.join(gone)}")
+            yield Lack(NAMES_GONE, ", ".join(gone), stops=True)
+        by_bytes = partial(self._session_with_most, by_grants=False)
         if stuck and not pool.can_grow() and table.free_bytes() < pool.segment_count * self._least_part_bytes():
-            reasons.append(ALL_KEPT if kept else ALL_HELD)
+            yield Lack(ALL_KEPT, stops=True) if kept else Lack(ALL_HELD, find_most=by_bytes, stops=True)
         if stats["held_bytes"] >= pool.limits.total_cap * stats["limit_bytes"]:
-            reasons.append(CAP_REACHED)
+            yield Lack(CAP_REACHED, find_most=by_bytes, stops=True)
         if records >= self._table_records and stuck:
-            reasons.append(TABLE_HELD)
+            yield Lack(TABLE_HELD, find_most=by_bytes, stops=True)
         if stats["leases"] + stats["reservations"] >= self._table_grants:
-            reasons.append(GRANTS_HELD)
+            yield Lack(GRANTS_HELD, find_most=partial(self._session_with_most, by_grants=True), stops=True)
         if stats["members"] >= MAX_MEMBERS:
-            reasons.append(MEMBERS_HELD)
+            yield Lack(MEMBERS_HELD, find_most=partial(self._tenant_with_most, "members"), stops=True)
         if stats["sessions"] >= MAX_SESSIONS:
-            reasons.append(SESSIONS_HELD)
-        return _health(reasons)
+            yield Lack(SESSIONS_HELD, find_most=partial(self._tenant_with_most, "sessions"), stops=True)
 
-    def full(self) -> list[Full]:
-        """What keeps out those that are not here yet, and nobody else."""
-        return [*self._full_namespaces(), *self.full_connections()]
-
-    def _full_namespaces(self) -> list[Full]:
+    def _full_namespaces(self) -> Iterator[Lack]:
         if len(self._registry.namespaces()) < MAX_NAMESPACES:
-            return []
-        if self._pool.table.namespaces_in_use(None) < MAX_NAMESPACES:
-            return []  # those that sessions have left give way
-        return [Full(NAMESPACES_HELD, "namespaces", Counter(one.tenant for one in self._registry.namespaces()))]
+            return
+        if self._pool.table.namespaces_in_use(None) == MAX_NAMESPACES:  # those that sessions have left give way
+            yield Lack(NAMESPACES_HELD, find_most=self._tenant_with_most_namespaces)
+
+    def _notes(self) -> Iterator[Lack]:
+        """What is logged where it is found."""
+        if why := self._pool.growth_error:
+            yield Lack(CANNOT_GROW, why, is_logged=False)
+        if why := self._series.unkept:
+            yield Lack(NOT_KEPT, why, is_logged=False)
 
     async def watch(self, every_s: float) -> None:
-        """Until cancelled. Logs what is full, and who holds most of it, when that begins and when it ends."""
-        logged = set[str]()
+        """Until cancelled."""
         while True:
-            health, server = self.ready(), of_user(os.geteuid())
-            blamed = self.blamed(health, server)
-            now = {reason: [reason, *blamed] for reason in health.reasons if reason not in (STARTING, DRAINING)}
-            now |= {one.reason: one.told(server) for one in self.full()}
-            for reason in sorted(now.keys() - logged):
-                log.warning("%s", "; ".join(now[reason]))
-            for reason in sorted(logged - now.keys()):
-                log.info("this is over: %s", reason)
-            logged = set(now)
+            await self.rounds.look()
             await asyncio.sleep(every_s)
 
     def _least_part_bytes(self) -> int:
-        sizes = (group.slot_bytes for space in self._registry.namespaces() for group in space.manifest.groups)
-        return min(sizes, default=SLOT_ALIGN)
+        return min((space.least_part_bytes for space in self._registry.namespaces()), default=SLOT_ALIGN)
 
-    def blamed(self, health: Health, peer: Peer) -> list[str]:
-        """A sentence that names the session that holds most, if that is the reason why no slot can be given out, and if
-        the caller may know of it."""
-        if MEMBERS_HELD in health.reasons:
-            return self._most_members(peer)
-        if SESSIONS_HELD in health.reasons:
-            return _most_of(peer, "sessions", Counter(one.tenant for one in self._registry.sessions()))
-        if {ALL_HELD, CAP_REACHED, TABLE_HELD, GRANTS_HELD}.isdisjoint(health.reasons):
-            return []
-        most = self._pool.table.most_holding(by_grants=GRANTS_HELD in health.reasons)
+    async def _session_with_most(self, *, by_grants: bool) -> Most | None:
+        most = self._pool.table.most_holding(by_grants=by_grants)
         if most is None:
-            return []
+            return None
         record = self._registry.of_table_id(most.session)
-        if not (peer.may("admin") if record is None else peer.may("read") and peer.sees(record.tenant)):
-            return []
         who = "(not back yet)" if record is None else " ".join((record.id, record.label or record.instance))
         held, leases, reservations = most.held_bytes, most.leases, most.reservations
-        return [f"most is held by session {who}: {held} bytes, {leases} leases, {reservations} reservations"]
+        text = f"most is held by session {who}: {held} bytes, {leases} leases, {reservations} reservations"
+        return Most(text, None if record is None else record.tenant)
 
-    def _most_members(self, peer: Peer) -> list[str]:
-        record = max(self._registry.sessions(), key=lambda one: len(one.members), default=None)
-        if record is None or not (peer.may("read") and peer.sees(record.tenant)):
-            return []
-        who = " ".join((record.id, record.label or record.instance))
-        return [f"most are of session {who}: {len(record.members)} members"]
+    async def _tenant_with_most_namespaces(self) -> Most | None:
+        """The registry also knows the names of tenants that have not come back to an adopted pool."""
+        return tenant_with_most("namespaces", Counter(one.tenant for one in self._registry.namespaces()))
 
-
-def _most_of(peer: Peer, what: str, tenants: Counter[str]) -> list[str]:
-    """A sentence that names the tenant that has most, if the caller may know of it."""
-    most = tenants.most_common(1)
-    if not most or not (peer.may("read") and peer.sees(most[0][0])):
-        return []
-    tenant, count = most[0]
-    who = "tenant " + tenant if tenant else "the own user"
-    return [f"most are of {who}: {count} {what}"]
+    async def _tenant_with_most(self, what: str) -> Most | None:
+        """In slices. `what`: a field of Amounts."""
+        views = await self._quotas.views()
+        return tenant_with_most(what, {name: getattr(view.used, what) or 0 for name, view in views.items()})
 
 
 def _health(reasons: list[str]) -> Health:
@@ -217,16 +195,10 @@ class Overview:
 
     def status(self, peer: Peer) -> Status:
         stats, pool, now_ms = self._pool.table.stats(), self._pool, self._clock.now_ms()
-        now = self._probes.ready()
-        notes = [f"the pool cannot grow now: {pool.growth_error}"] if pool.growth_error else []
-        if why := self._series.unkept:
-            notes.append(f"quotas that calls have put and the history are not kept for the next server: {why}")
+        lacks = self._probes.lacks()
         return Status(
-            status=now.status,
-            reasons=[
-                *now.reasons, *self._probes.blamed(now, peer),
-                *(text for one in self._probes.full() for text in one.told(peer)), *notes,
-            ],
+            status="not ready" if any(one.stops for one in lacks) else "degraded" if lacks else "ok",
+            degraded=self._probes.rounds.told(lacks, peer),
             version=__version__,
             pool_id=grant_text(pool.pool_id),
             incarnation=pool.incarnation,

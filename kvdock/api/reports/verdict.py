@@ -19,8 +19,9 @@ from kvdock.api.pool.registry import Hits, NamespaceRecord, SessionRecord
 from kvdock.api.pool.sessions import Sessions
 from kvdock.api.record.hits import Whose
 from kvdock.api.record.troubles import MOST_TROUBLES
+from kvdock.api.reports.degraded import DRAINING
 from kvdock.api.reports.recorded import Curves, Totals, Troubles
-from kvdock.api.reports.status import DRAINING, LowerTiers, Probes
+from kvdock.api.reports.status import LowerTiers, Probes
 from kvdock.api.turns import next_slice, sliced
 from kvdock.protocol.admin_schemas import TenantView
 from kvdock.protocol.hits import COMPUTED, HitTotals

@@ -13,6 +13,13 @@ const PILL = {
   gone: ["bad", "Unreachable"],
 };
 
+/** status → the pill, and what stands above the list of what is degraded. */
+const STATES = {
+  ok: { pill: ["good", "Ready"] },
+  degraded: { pill: ["warn", "Degraded"], head: "The server gives out slots, but:" },
+  "not ready": { pill: ["warn", "Not ready"], head: "The server runs but is not ready:" },
+};
+
 /** A fact that the server does not report is omitted. */
 const FACTS = [
   ["host", (s) => s.host ?? ""],
@@ -36,9 +43,9 @@ export function mountHealth({ retry, nextInMs }) {
     byId("facts").append(node);
     return { node, value, text };
   });
-  const reasons = new KeyedList(byId("reasons-list"), (text) => text, () => {
+  const degraded = new KeyedList(byId("degraded-list"), (one) => one.reason, () => {
     const node = el("li");
-    return { node, update: (text) => setText(node, text) };
+    return { node, update: (one) => setText(node, degradedWords(one)) };
   });
   byId("banner-retry").addEventListener("click", retry);
   byId("restarted-close").addEventListener("click", () => setHidden(byId("restarted"), true));
@@ -49,9 +56,10 @@ export function mountHealth({ retry, nextInMs }) {
     if (status) showFacts(facts, status, phase === "live" ? ageS : 0);
     setText(byId("age"), ageWords(phase, link, ageS));
     showBanner(phase, link, nextInMs);
-    const list = (phase === "live" && status?.status !== "ok" && status?.reasons) || [];
-    reasons.update(list);
-    setHidden(byId("reasons"), list.length === 0);
+    const list = (phase === "live" && status?.degraded) || [];
+    if (list.length) setText(byId("degraded-head"), STATES[status.status].head);
+    degraded.update(list);
+    setHidden(byId("degraded"), list.length === 0);
   }
 
   function restarted(kind, status) {
@@ -75,14 +83,19 @@ function showFacts(facts, status, ageS) {
 function showTab(phase, status) {
   const name = status?.host ? `kvdock on ${status.host}` : "kvdock";
   const said = { gone: "Unreachable: ", stale: "Stale: " }[phase] ?? "";
-  const isReady = !status || status.status === "ok" || said;
-  const title = visible(said + (isReady ? "" : "Not ready: ") + name);
+  const isFine = !status || status.status === "ok" || said;
+  const title = visible(said + (isFine ? "" : `${STATES[status.status].pill[1]}: `) + name);
   if (document.title !== title) document.title = title;
   setAttr(byId("icon"), "href", ICONS[phase] ?? ICON);
 }
 
+/** It is the same as long as it lasts, but for who has most. */
+function degradedWords({ reason, most, since }) {
+  return [reason, `since ${clock(since)}`, most].filter(Boolean).join("; ");
+}
+
 function showPill(phase, status) {
-  const [tone, words] = PILL[phase] ?? (status.status === "ok" ? ["good", "Ready"] : ["warn", "Not ready"]);
+  const [tone, words] = PILL[phase] ?? STATES[status.status].pill;
   setAttr(byId("pill"), "data-tone", tone);
   setText(byId("pill-text"), words);
 }

@@ -32,7 +32,7 @@ from kvdock.protocol.access import (
 from kvdock.protocol.admin_schemas import Eviction, TierKeep
 from kvdock.protocol.errors import without_password
 from kvdock.protocol.readable import LogFormat, LogLevel, exact_bytes, is_unicode
-from kvdock.protocol.refused import refused
+from kvdock.protocol.refused import WHOLE_WANTED, not_whole, refused
 
 GIB = 1 << 30
 POOL_BYTES = 4 * GIB
@@ -296,6 +296,8 @@ def _load(values: Mapping[str, object], where: Mapping[str, str]) -> Settings:
     for name, text in list(plain.items()):
         if name.endswith("_bytes") and isinstance(text, str):
             plain[name] = _size(name, text, plain, where)
+    if fault := not_whole(plain, Settings):
+        raise SettingsError(f"wanted {WHOLE_WANTED}; found {_named(fault, values[fault], where)}")
     try:
         settings = msgspec.convert(plain, Settings, strict=False)
     except msgspec.ValidationError as error:

@@ -39,7 +39,7 @@ from kvdock.protocol.admin_schemas import (
     TenantView,
 )
 from kvdock.protocol.readable import exact_bytes
-from kvdock.protocol.refused import TENANT_WANTED, refused
+from kvdock.protocol.refused import TENANT_WANTED, WHOLE_WANTED, not_whole, refused
 from kvdock.protocol.schemas import Lookup
 from kvdock.protocol.wire_types import MAX_KEYS, MAX_LABEL, OWN_TENANT, Tenant, is_label
 
@@ -400,6 +400,8 @@ def parse_changes(changes: Sequence[str], wholes: Wholes) -> PatchConfig:
         if name in values:
             raise CommandError(f"{name} is given twice", WRONG)
         values[name] = _parsed(name, text.strip(), wholes)
+    if fault := not_whole(values, PatchConfig):
+        raise CommandError(f"{fault}: wanted {WHOLE_WANTED}, found {' '.join(changes)}", WRONG)
     try:
         return msgspec.convert(values, PatchConfig, strict=False)
     except msgspec.ValidationError as error:

@@ -330,6 +330,10 @@ def _adoption(socket_path: str) -> list[Finding]:
                 found.append(Finding("adoption", "problem", text, "a server would start with an empty pool"))
                 continue
             found.append(Finding("adoption", "ok", f"{name}: this release reads its format, and would take it over"))
+    if not found:
+        text = "its lock file is empty or names no socket, so no server takes it over"
+        advice = "a server would start with an empty pool"
+        found = [Finding("adoption", "problem", f"pool {one:016x}: {text}", advice) for one in pools_at("")]
     if not found and (owner := _owner_of(socket_path)) != os.geteuid():
         text = f"{socket_path} is of user {owner}, whose pools user {os.geteuid()} cannot judge"
         return [Finding("adoption", "problem", text, "run this as the server's user")]

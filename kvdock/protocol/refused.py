@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from functools import cache
+from typing import Any, Final, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
@@ -66,6 +67,25 @@ def refused(error: msgspec.ValidationError, choices: Mapping[str, Sequence[str]]
         limit = exact_bytes(int(found["limit"])) if is_size else found["limit"]
         return at._replace(wanted=f"{kind} {found['bound']} {limit}")
     return at._replace(wanted=kind)
+
+
+_WHOLE: Final = re.compile(r"-?[0-9]+")
+WHOLE_WANTED: Final = "a whole number without fraction and exponent, as 1000"
+
+
+def not_whole(values: Mapping[str, object], struct: type[msgspec.Struct]) -> str | None:
+    """The first field of whole numbers whose value is none as people write them. msgspec would take 1e3 and 1000.0."""
+    for name in values.keys() & _whole_fields(struct):
+        value = values[name]
+        if isinstance(value, float) or (isinstance(value, str) and not _WHOLE.fullmatch(value)):
+            return name
+    return None
+
+
+@cache
+def _whole_fields(struct: type[msgspec.Struct]) -> frozenset[str]:
+    kinds = {name: {hint, *get_args(hint)} for name, hint in get_type_hints(struct).items()}
+    return frozenset(name for name, its in kinds.items() if int in its and float not in its)
 
 
 def found_at(where: str, content: object) -> object:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import uvicorn
 from admin_helpers import ok
-from api_helpers import OPERATOR, PATIENCE_S, ServerProcess, attach, eventually, keys, raw
+from api_helpers import OPERATOR, PATIENCE_S, ServerProcess, attach, eventually, keys, raw, soon
 from flood_helpers import (
     LIMITS,
     Quick,
@@ -33,6 +33,7 @@ from flood_helpers import (
 )
 from starlette.types import Receive, Scope, Send
 
+from bench.floods.honest import descriptors
 from kvdock.api.access.access_file import entry
 from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.limits import ConnectionLimits
@@ -232,6 +233,33 @@ def test_a_client_that_leaves_while_its_requests_wait_fails_nothing() -> None:
                 sock.recv(1)
         assert raw(server.unix, "GET", "/livez")[0] == 200
         assert "Traceback" not in server.log_text()
+
+
+HALF_SENT = {
+    "nothing": b"", "half a head": b"GET /livez HT", "a call": request("GET", "/livez"),
+    "three calls": request("GET", "/v1/status") * 3, "a long answer": request("GET", "/openapi.json"),
+    "a stream": request("GET", "/v1/events?follow=true"), "half a body": request("POST", "/v1/lookups", b"{", length=9),
+    "what is no HTTP": b"GARBAGE\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("over", ["http", "unix"])
+def test_a_client_that_closes_its_sending_side_is_gone_and_holds_nothing(over: str) -> None:
+    with ServerProcess(observe="log,stream,metrics") as server:
+        address, before = getattr(server, over), descriptors(server.process.pid)
+        for sent in HALF_SENT.values():
+            with wire(address) as sock, soon():
+                sock.sendall(sent)
+                sock.shutdown(socket.SHUT_WR)
+                got = rest(sock)
+                assert not got or got.startswith(b"HTTP/1.1 "), got
+        with wire(address) as sock, soon():
+            sock.sendall(HALF_SENT["a stream"])
+            assert sock.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+            sock.shutdown(socket.SHUT_WR)
+            rest(sock)
+        eventually(lambda: descriptors(server.process.pid) <= before)
+        assert raw(address, "GET", "/livez")[0] == 200 and "Traceback" not in server.log_text()
 
 
 # ------------------------------------------------------------------ numbers

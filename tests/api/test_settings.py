@@ -41,6 +41,9 @@ def test_an_unknown_setting_is_refused_by_name_with_the_nearest_known() -> None:
     [
         ({"port": 70000}, "port=70000"),
         ({"port": "many"}, "port='many'"),
+        *[({"port": number}, f"wanted a whole number without fraction and exponent, as 1000; found port={number!r}")
+          for number in ("1e3", "1000.0", "+5", " 5", "0x10", "1_000", 1000.0)],
+        ({"tenant_bytes": 1e9}, "wanted a whole number without fraction and exponent, as 1000; found tenant_bytes="),
         ({"pool_bytes": 5}, "wanted a size >= 1MiB; found pool_bytes=5"),
         ({"heartbeat_s": 0}, "heartbeat_s=0"),
         ({"tier_urls": "shelf"}, "wanted name=url, separated by spaces; found 'shelf'"),

@@ -29,6 +29,7 @@ from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.tuning import Calibration, Geometry, save_calibration
 from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.schemas import ReportMismatch
+from kvdock.shm.objects import lock_path
 
 CHECKS = {"kvdock", "settings", "server", "access", "extension", "GPU kernels", "GPU copies", "shared memory",
           "control group", "huge pages", "open files", "locked memory", "GPU", "nvcc", "packing", "pools"}
@@ -347,3 +348,17 @@ def test_adopt_tells_before_an_upgrade_whether_the_pool_can_be_taken_over(tmp_pa
         found = checks_of(done, 1)["adoption"]
         assert found["level"] == "problem" and "--adopt=never" in found["advice"]
         assert f"{name}: " in found["found"] and "found format 999, this release reads" in found["found"]
+
+
+def test_adopt_says_that_a_pool_is_there_whose_lock_file_was_emptied(tmp_path: Path) -> None:
+    path = str(tmp_path / "kvdock.sock")
+    with ServerProcess(socket_path=path) as server:
+        lock = lock_path(server.pool_id)
+        content = lock.read_bytes()
+        os.truncate(lock, 0)
+        done = kvdock("doctor", "--adopt", "--json", KVDOCK_SOCKET_PATH=path)
+        with lock.open("r+b") as file:
+            file.write(content)
+        said = f"pool {server.pool_id:016x}: its lock file is empty or names no socket, so no server takes it over"
+        # Pools of servers that other tests have just killed may be there, too.
+        assert said in [one["found"] for one in json.loads(done.stdout)["checks"]] and done.returncode == 1

@@ -48,6 +48,13 @@ def test_a_wrong_change_is_refused_with_what_was_wanted_and_what_was_found(name:
         assert not LIBRARY_S_WORDS.search(said) and "wanted" in said and "found" in said and name in said, said
 
 
+@pytest.mark.parametrize("text", ["1e3", "1000.0"])
+def test_a_change_of_a_whole_number_is_written_as_one(text: str) -> None:
+    with pytest.raises(CommandError, match="session_grants: wanted a whole number without fraction and exponent"):
+        parse_changes([f"session_grants={text}"], ANY)
+    assert parse_changes(["session_cap=1e-1"], ANY).session_cap == 0.1
+
+
 @pytest.mark.parametrize(("quotas", "wanted"), [
     ("[]", "tenants: wanted names with values"), ('{"A!": {}}', "wanted a name of at most 64 characters"),
     ('{"a": {"chunks": -1}}', "wanted a whole number >= 0"), ('{"a": {"chunk": 1}}', "wanted no 'chunk'"),

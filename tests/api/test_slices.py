@@ -26,6 +26,7 @@ from kvdock.api.build import _routed_app
 from kvdock.api.http.routes_people import _documents
 from kvdock.api.keeper import Keeper
 from kvdock.api.pool.registry import KEYS_OF_PART, SLICE_SESSIONS, NamespaceRecord
+from kvdock.api.pool.sessions import work_off
 from kvdock.api.record.curve import Curves
 from kvdock.api.record.hits import MOST_ANSWERS, MOST_RUNS, HitRecord, Whose
 from kvdock.api.record.journal import SLICE_EVENTS
@@ -464,6 +465,45 @@ def test_a_walk_over_all_sessions_goes_in_slices(walk: str, rig: Rig, monkeypatc
     rig.parts.handlers.lists._registry._namespaces[b"bench"] = bench
     monkeypatch.setattr(slices_of_time, "SLICE_S", 0.0)
     assert turns_of(partial(WALKS[walk], rig)).number >= SESSIONS
+
+
+class Held:
+    """Counts those that are left."""
+
+    left = 0
+
+    def __init__(self) -> None:
+        Held.left += 1
+
+    def __del__(self) -> None:
+        Held.left -= 1
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_sessions_that_ended_at_once_are_freed_in_slices(
+    reads: bool, rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while somebody walks all of them."""
+    monkeypatch.setattr(slices_of_time, "SLICE_S", 0.0)
+    table, registry, lists = rig.pool.table, rig.parts.handlers.lists._registry, rig.parts.handlers.lists
+
+    async def end() -> None:
+        for session in registry.sessions():
+            for member in tuple(session.members.values()):
+                await work_off(lambda: table.leave(member.table_id, SLICE_WORK))  # noqa: B023  # it is called at once
+                registry.drop_member(session, member)
+            session.label = Held()  # type: ignore[assignment]  # any object is freed with its session
+
+    async def prune() -> None:
+        walk = asyncio.create_task(lists.copy_rates()) if reads else None
+        await asyncio.sleep(0)
+        await registry.prune(table)
+        if walk is not None:
+            await walk
+
+    asyncio.run(end())
+    freed, most = most_in_a_turn(prune, lambda: Held.left)
+    assert freed >= SESSIONS - 1 and most <= SLICE_SESSIONS + 1
 
 
 def test_engines_and_days_of_hits_are_summed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,10 +69,10 @@ def far_store() -> Iterator[FarStore]:
 
 
 def awaited(
-    engine: Engine, client: Client, keys: bytes, wait_s: float, *, held_s: float = 0.0
+    engine: Engine, client: Client, keys: bytes, wait_s: float, *, held_s: float = 0.0, turn_s: float = TURN_S
 ) -> tuple[int, float]:
-    """Asks until nothing more is pending, and holds for `held_s` what has come. Returns the chunks that came, and the
-    seconds."""
+    """Asks every `turn_s` until nothing more is pending, and holds for `held_s` what has come. Returns the chunks that
+    came, and the seconds."""
     request, began_s, beaten_s = f"{time.monotonic_ns():x}", time.monotonic(), 0.0
     while True:
         found = client.lookup(s.Lookup(
@@ -84,7 +84,7 @@ def awaited(
         if time.monotonic() - beaten_s > 1.0:
             beaten_s = time.monotonic()
             client.heartbeat(engine.session, s.Heartbeat(member=engine.member))
-        time.sleep(TURN_S)
+        time.sleep(turn_s)
     took_s = time.monotonic() - began_s
     if found.lease is not None:
         time.sleep(held_s)

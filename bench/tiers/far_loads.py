@@ -1,8 +1,8 @@
 """How fast a request gets a prefix from an object store at some distance, beside plain GETs of the same objects.
 
 An engine's prefix of CHUNKS chunks of CHUNK_BYTES is in the store and no longer in the pool. A request waits for it
-until all of it is there: questions, loads, checksums and leases are in that time. obstore then gets the same objects in
-this process, CONNECTIONS at once. They take turns in going first.
+until all of it is there: questions, loads, checksums and leases are in that time. It asks as often as engines do.
+obstore then gets the same objects in this process, CONNECTIONS at once. They take turns in going first.
 
 - warm_load_gb_s, gets_gb_s: both, with LATENCY_MS for each request to the store.
 - warm_load_share_of_gets: the first as a share of the second.
@@ -23,6 +23,7 @@ from obstore.store import S3Store
 from bench.serving import Engine, ServerProcess, chain
 from bench.tiers.far import STORED_S, awaited, far_store, wait_until_used
 from kvdock.client.client import Client
+from kvdock.connectors.waits import ASK_S
 from kvdock.protocol.admin_schemas import EvictChunks
 from kvdock.shm.checksum import checksum
 
@@ -83,7 +84,7 @@ def stored(getter: S3Store, engine: Engine) -> list[str]:
 def loading_s(client: Client, engine: Engine, keys: bytes) -> float:
     """How long a request waits for all of them."""
     client.evict(EvictChunks(free_bytes=client.status().pool.limit_bytes))
-    found, took_s = awaited(engine, client, keys, WAIT_S)
+    found, took_s = awaited(engine, client, keys, WAIT_S, turn_s=ASK_S)
     if found != CHUNKS:
         raise RuntimeError(f"{found} of {CHUNKS} chunks came within {WAIT_S:.0f} s")
     return took_s

@@ -163,6 +163,15 @@ uint64_t checksum_buffer(const py::buffer& data) {
   return checksum(bytes.data(), bytes.bytes());
 }
 
+uint64_t copy_hashed_buffers(const py::buffer& to, const py::buffer& from, size_t first) {
+  const Contiguous target(to, PyBUF_WRITABLE), source(from);
+  if (target.bytes() != source.bytes())
+    throw py::value_error("bytes to copy: found " + std::to_string(source.bytes()) + " for a memory of " +
+                          std::to_string(target.bytes()) + ", wanted as many");
+  const py::gil_scoped_release released;
+  return copy_hashed(source.data(), target.data(), source.bytes(), first);
+}
+
 using PlacedPart = std::tuple<uintptr_t, size_t, uint64_t>;  // address, bytes, checksum
 
 // A byte for each part: std::vector<bool> must not be written by several threads.
@@ -229,6 +238,10 @@ void bind_copy(py::module_& m) {
         "nh: 8192 bytes (k, then k'); level2: 32 bytes a stripe. Longer tables replace shorter ones.");
   m.def("checksum", checksum_buffer, "data"_a,
         "The checksum of contiguous bytes of any length. Raises CopyError when the keys are too short for it.");
+  m.def("copy_hashed", copy_hashed_buffers, "to"_a, "from_"_a, py::kw_only(), "first"_a = 0,
+        "Copies all bytes of one buffer to another of that length. Returns their share of the checksum of a part in "
+        "which they begin with the stripe `first`, and end with the end of a stripe or of the part. Raises CopyError "
+        "when the keys are too short, ValueError when the lengths differ.");
   m.def("checksums_match", checksums_match, "parts"_a, py::kw_only(), "threads"_a = 1, Nogil(),
         "For each part (address, bytes, checksum) whether its bytes have the checksum. Addresses are not checked. "
         "Raises CopyError when the keys are too short.");

@@ -61,6 +61,27 @@ void hash_padding(const CpuPath& path, const ChecksumKeys& keys, size_t used, St
   path.hash(kZeros, nullptr, kChecksumStripeBytes - used, keys.first + used / 4, keys.second + used / 4, kZeros, sums);
 }
 
+namespace {
+
+// Hashes one stripe, of which the part has `bytes`, and copies them to `to` in the same pass; null: copies nothing.
+StripeSums take_stripe(const CpuPath& path, const ChecksumKeys& keys, const char* from, char* to, size_t bytes) {
+  const SpanLoop loop = to == nullptr ? path.hash : path.copy;
+  StripeSums sums{};
+  size_t whole = bytes - bytes % 16;
+  loop(from, to, whole, keys.first, keys.second, from + whole, &sums);
+  if (whole != bytes) {
+    alignas(16) char tail[16] = {};
+    std::memcpy(tail, from + whole, bytes - whole);
+    path.hash(tail, nullptr, 16, keys.first + whole / 4, keys.second + whole / 4, tail, &sums);
+    if (to != nullptr) std::memcpy(to + whole, tail, bytes - whole);
+    whole += 16;
+  }
+  if (whole != kChecksumStripeBytes) hash_padding(path, keys, whole, &sums);
+  return sums;
+}
+
+}  // namespace
+
 uint64_t checksum(const char* data, size_t bytes, size_t first, size_t last) {
   const size_t stripes = stripes_of(bytes);
   const auto keys = checksum_keys(stripes);
@@ -68,19 +89,25 @@ uint64_t checksum(const char* data, size_t bytes, size_t first, size_t last) {
   PartSum total(*keys);
   for (size_t stripe = first; stripe < std::min(last, stripes); ++stripe) {
     const size_t start = stripe * kChecksumStripeBytes;
-    StripeSums sums{};
-    const size_t here = bytes - start < kChecksumStripeBytes ? bytes - start : kChecksumStripeBytes;
-    size_t whole = here - here % 16;
-    path.hash(data + start, nullptr, whole, keys->first, keys->second, data + start + whole, &sums);
-    if (whole != here) {
-      alignas(16) char tail[16] = {};
-      std::memcpy(tail, data + start + whole, here - whole);
-      path.hash(tail, nullptr, 16, keys->first + whole / 4, keys->second + whole / 4, tail, &sums);
-      whole += 16;
-    }
-    if (whole != kChecksumStripeBytes) hash_padding(path, *keys, whole, &sums);
-    total.add(stripe, sums);
+    total.add(stripe, take_stripe(path, *keys, data + start, nullptr, std::min(bytes - start, kChecksumStripeBytes)));
   }
+  return total.value();
+}
+
+uint64_t copy_hashed(const char* from, char* to, size_t bytes, size_t first) {
+  const size_t stripes = stripes_of(bytes);
+  const auto keys = checksum_keys(first + stripes);
+  const CpuPath& path = cpu_path();
+  const bool is_aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
+  if (!is_aligned) std::memcpy(to, from, bytes);
+  PartSum total(*keys);
+  for (size_t stripe = 0; stripe < stripes; ++stripe) {
+    const size_t start = stripe * kChecksumStripeBytes;
+    char* const into = is_aligned ? to + start : nullptr;
+    total.add(first + stripe,
+              take_stripe(path, *keys, from + start, into, std::min(bytes - start, kChecksumStripeBytes)));
+  }
+  store_fence();
   return total.value();
 }
 

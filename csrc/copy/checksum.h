@@ -59,4 +59,8 @@ void hash_padding(const CpuPath& path, const ChecksumKeys& keys, size_t used, St
 // The checksum of a part of any length and alignment (`data`, `bytes`), or the share of the stripes [first, last).
 uint64_t checksum(const char* data, size_t bytes, size_t first = 0, size_t last = SIZE_MAX);
 
+// Copies bytes and hashes them, in one pass where `to` is 16-byte aligned. Returns their share of the checksum of a
+// part in which they begin with the stripe `first`, and end with the end of a stripe or of the part.
+uint64_t copy_hashed(const char* from, char* to, size_t bytes, size_t first);
+
 }  // namespace kvdock

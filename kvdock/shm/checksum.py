@@ -13,6 +13,7 @@ from typing import Final
 
 from kvdock import _core
 
+STRIPE_BYTES: Final = _core.CHECKSUM_STRIPE_BYTES
 _NH_BYTES: Final = 2 * _core.CHECKSUM_STRIPE_BYTES
 _KEY_BYTES_PER_STRIPE: Final = 32
 _FIRST_STRIPES: Final = 1024  # parts of up to 4 MiB; made in about a millisecond
@@ -41,3 +42,11 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
     with memoryview(data) as view:
         ensure_keys(view.nbytes)
         return _core.checksum(view)
+
+
+def copy_hashed(to: memoryview, data: memoryview, at: int = 0) -> int:
+    """Copies `data` to `to`, which is as long, and hashes it in the same pass, without the interpreter's lock. Returns
+    its share of the checksum of a part in which it begins at the byte `at`, a multiple of STRIPE_BYTES, and ends at
+    such a multiple or at the part's end. The sum of all shares, modulo CHECKSUM_PRIME, is the part's checksum."""
+    ensure_keys(at + data.nbytes)
+    return _core.copy_hashed(to, data, first=at // STRIPE_BYTES)

@@ -21,6 +21,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
+from kvdock.shm.checksum import checksum
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName, Record
 
@@ -145,6 +146,9 @@ class Loaded(NamedTuple):
     checksum: int = 0
     """DONE: the checksum in the record, which the caller compares with the bytes (W3 in
     docs/understand/lifetime_protocol.md)."""
+    hashed: Sequence[int] = ()
+    """DONE: the checksum of each piece of ToLoad.views(), where the tier hashes in the pass that copies.
+    Empty: the caller hashes them."""
 
 
 @dataclass(frozen=True)
@@ -212,6 +216,11 @@ class ToStore(NamedTuple):
 
 def _views(pages: memoryview, others: Sequence[memoryview], length: int) -> list[memoryview]:
     return [pages[: length - sum(map(len, others))], *(other[:] for other in others)]
+
+
+def sum_of(part: ToLoad, loaded: Loaded) -> int:
+    """The checksum of the bytes that a load has brought, which are DONE."""
+    return loaded.hashed[0] if loaded.hashed else checksum(part.pages[: part.length])
 
 
 def cut(views: Sequence[memoryview], begin: int, end: int) -> list[memoryview]:

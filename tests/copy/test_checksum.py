@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from kvdock import _core
 from kvdock.datapath.errors import CopyError
-from kvdock.shm.checksum import checksum, ensure_keys
+from kvdock.shm.checksum import checksum, copy_hashed, ensure_keys
 
 PRIME = 2**61 - 1
 VECTORS = [(bytes(4096), 0x043ED4A6D9C7888F), (bytes(7 * i % 251 for i in range(10000)), 0x0C7DE3B4AC216971)]
@@ -65,6 +65,30 @@ def test_any_bytes_at_any_alignment_match_the_reference_on_all_paths(data: bytes
             assert checksum(view) == reference(data), path
     finally:
         _core.use_cpu_path("")
+
+
+@settings(deadline=None)
+@given(data=st.binary(max_size=9000), shift=st.integers(0, 33), to=st.integers(0, 33), cut=st.integers(0, 2))
+def test_what_is_copied_is_hashed_as_a_share_of_its_part(data: bytes, shift: int, to: int, cut: int) -> None:
+    """At any alignment of both sides, in one piece or two, and nothing beside the memory is written."""
+    source, edge = memoryview(bytes(shift) + data)[shift:], min(4096 * cut, len(data))
+    try:
+        for path in _core.cpu_paths():
+            _core.use_cpu_path(path)
+            memory = bytearray(b"\xaa" * (to + len(data) + 70))
+            pages = memoryview(memory)[to : to + len(data)]
+            shares = [copy_hashed(pages[:edge], source[:edge]), copy_hashed(pages[edge:], source[edge:], edge)]
+            assert sum(shares) % PRIME == reference(data), path
+            assert memory == b"\xaa" * to + data + b"\xaa" * 70, path
+    finally:
+        _core.use_cpu_path("")
+
+
+def test_a_copy_to_memory_of_another_length_is_refused() -> None:
+    memory = bytearray(b"\xaa" * 10)
+    with pytest.raises(ValueError, match="found 11 for a memory of 10, wanted as many"):
+        copy_hashed(memoryview(memory), memoryview(bytes(11)))
+    assert memory == b"\xaa" * 10
 
 
 def test_a_flipped_bit_or_a_swapped_stripe_changes_the_sum() -> None:

@@ -92,8 +92,8 @@ MUTANTS = (
         (_OBJECTS, "-k", "two_writers"), "test_of_two_writers_the_first_stays_where_the_store_can",
     ),
     Mutant(
-        "ST16", "fewer bytes than wanted are a whole range", "kvdock/tiers/stores/objects.py",
-        "        if at != end:\n", "        if at > end:\n",
+        "ST16", "fewer bytes than wanted are a whole range", "kvdock/tiers/stores/objects_loads.py",
+        "        if len(data) != end - begin:\n", "        if len(data) > end - begin:\n",
         (_OBJECTS, "-k", "lies"), "test_a_store_that_lies_about_a_range_is_not_believed",
     ),
     Mutant(

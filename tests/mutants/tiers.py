@@ -94,7 +94,7 @@ MUTANTS = (
     ),
     Mutant(
         "L16", "bytes are not compared with their checksum", "kvdock/tiers/mover/fetches.py",
-        "loaded.outcome is Outcome.DONE and checksum(load.pages[: load.length]) == loaded.checksum",
+        "is_done and sum_of(load, loaded) == loaded.checksum",
         "loaded.outcome is Outcome.DONE",
         (RANDOM, "-k", "every_hit and redis"), "test_every_hit_is_what_was_stored_and_every_server_works_on",
     ),

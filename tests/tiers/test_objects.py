@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import http.server
+import itertools
 import mmap
 import pickle
 import secrets
@@ -14,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ import obstore
 import obstore.store
 import pytest
 from api_helpers import LATE_S, soon
+from hypothesis import given, strategies as st
 from objects_subject import BUCKET, KEYS, S3Server, environment
 from ports import held_port
 from tier_helpers import (
@@ -47,6 +49,7 @@ from kvdock.tiers.notes import begins, deletes
 from kvdock.tiers.record import HEADER_BYTES, VERSION, Record, RecordError
 from kvdock.tiers.stores import objects
 from kvdock.tiers.stores.objects import NOTE_FRESH_S, ObjectTier, StoreLocation, open_location, open_tier
+from kvdock.tiers.stores.objects_loads import RANGE_BYTES, Receiving, Sink, ranges_of
 from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, ReadOnly, StillRunning, TierError, TierUrlError, ToStore
 
 pytestmark = pytest.mark.tiers
@@ -204,7 +207,7 @@ def test_of_two_writers_the_first_stays_where_the_store_can(server: S3Server, pa
 
 
 def test_large_parts_go_and_come_in_pieces(server: S3Server, parts: Parts) -> None:
-    sizes = [objects.RANGE_BYTES, 2 * objects.RANGE_BYTES - 1, 2 * objects.RANGE_BYTES, 17 * MIB + 3]
+    sizes = [RANGE_BYTES, 2 * RANGE_BYTES - 1, 2 * RANGE_BYTES, 17 * MIB + 3]
     batch = [parts.make(size) for size in sizes]
     with opened(f"{server.url}&multipart_mib=5&connections=2") as tier:
         store_all(tier, batch)
@@ -225,13 +228,51 @@ def test_a_cut_or_longer_object_is_damaged(tier: ObjectTier, server: S3Server, p
 
 
 def test_large_parts_come_in_ranges_from_a_folder(tmp_path: Path, parts: Parts) -> None:
-    batch = [parts.make(size) for size in (objects.RANGE_BYTES, 2 * objects.RANGE_BYTES, 25 * MIB + 1)]
+    batch = [parts.make(size) for size in (RANGE_BYTES, 2 * RANGE_BYTES, 25 * MIB + 1)]
     with opened(tmp_path.as_uri()) as tier:
         store_all(tier, batch)
         assert_loads(tier, batch)
         path = tmp_path / batch[2].name.text()
         path.write_bytes(path.read_bytes()[:-1])
         assert outcomes_of(tier, batch) == [Outcome.DONE, Outcome.DONE, Outcome.DAMAGED]
+
+
+@given(length=st.integers(1, 200 * MIB), one=st.booleans())
+def test_ranges_are_the_whole_object_and_end_with_stripes(length: int, one: bool) -> None:
+    found = ranges_of(length, one=one)
+    assert [begin for begin, _ in found] == [0, *(end for _, end in found[:-1])]
+    assert found[-1][1] == HEADER_BYTES + length
+    assert all((end - HEADER_BYTES) % 4096 == 0 for _, end in found[:-1])
+    assert len(found) == (1 if one or length < 2 * RANGE_BYTES else length // RANGE_BYTES)
+    assert all(begin < end < begin + 2 * RANGE_BYTES + PAGE_BYTES for begin, end in found) or one
+
+
+def test_requests_receive_no_more_at_once_than_was_said() -> None:
+    """And none waits for ever: neither one that is too large, nor one behind another that was cancelled."""
+    now, most = list[int](), list[int]()
+
+    async def receive(receiving: Receiving, size_bytes: int) -> None:
+        async with receiving.admitted(size_bytes):
+            now.append(size_bytes)
+            most.append(sum(now) if len(now) > 1 else 0)
+            await asyncio.sleep(0)
+            now.remove(size_bytes)
+
+    async def receive_all() -> None:
+        receiving = Receiving(4, most_bytes=100)
+        given_up, *others = (
+            asyncio.ensure_future(receive(receiving, size)) for size in (90, 60, 40, 300, 10, 10, 10, 70, 101)
+        )
+        behind = asyncio.ensure_future(receive(receiving, 90))
+        for _ in range(2):
+            await asyncio.sleep(0)
+        given_up.cancel()
+        others[0].cancel()
+        async with asyncio.timeout(LATE_S):
+            await asyncio.gather(behind, *others[1:])
+
+    asyncio.run(receive_all())
+    assert max(most) <= 100 and len(most) >= 8
 
 
 def test_what_was_not_told_by_the_deadline_is_late(tier: ObjectTier, server: S3Server, parts: Parts) -> None:
@@ -287,7 +328,7 @@ def test_an_object_that_is_replaced_between_two_ranges_is_not_loaded(
 ) -> None:
     first = parts.make(17 * MIB)
     second = parts.make(17 * MIB, first.name)
-    take, taken = objects._Sink.take, list[int]()
+    take, taken = Sink.take, list[int]()
 
     async def take_and_replace(sink: Any, found: Any, begin: int, end: int) -> None:
         if not taken:
@@ -295,7 +336,7 @@ def test_an_object_that_is_replaced_between_two_ranges_is_not_loaded(
             server.call("PUT", path_of(first), second.record.header() + second.data)
         await take(sink, found, begin, end)
 
-    monkeypatch.setattr(objects._Sink, "take", take_and_replace)
+    monkeypatch.setattr(Sink, "take", take_and_replace)
     with opened(f"{server.url}&connections=1") as tier:  # so that one range is asked for after the other
         store_all(tier, [first])
         assert outcomes_of(tier, [first]) == [Outcome.DAMAGED]
@@ -431,7 +472,7 @@ PIECE = HEADER_BYTES - 7
 
 
 def test_a_store_that_lies_about_a_range_is_not_believed(parts: Parts) -> None:
-    """A range that is shorter, longer or another one than was asked for, in pieces that end in the header, too."""
+    """A range that is shorter, longer or another one than was asked for, and one that ends in the header, too."""
     one = parts.make(1000)
     data = one.record.header() + one.data
 
@@ -439,20 +480,23 @@ def test_a_store_that_lies_about_a_range_is_not_believed(parts: Parts) -> None:
         def __init__(self, at: tuple[int, int], sent: bytes) -> None:
             self.range, self._sent = at, sent
 
-        async def stream(self, min_chunk_size: int) -> AsyncIterator[bytes]:
-            for at in range(0, len(self._sent), PIECE):
-                yield self._sent[at : at + PIECE]
+        async def bytes_async(self) -> bytes:
+            return self._sent
 
-    def take(found: Found, begin: int = 0, end: int = len(data)) -> bytes:
+    def take(*some: Found, edges: Sequence[int] = (0, len(data))) -> bytes:
         pages = ARENA.pages(1000)
-        sink = objects._Sink([pages[:1000]])
-        asyncio.run(sink.take(found, begin, end))
+        sink = Sink([pages[:1000]])
+        for found, (begin, end) in zip(some, itertools.pairwise(edges), strict=True):
+            asyncio.run(sink.take(found, begin, end))
         sink.close()
         Record.read_of(bytes(sink.header), one.name, 1000)
         return bytes(pages[:1000])
 
     whole = (0, len(data))
     assert take(Found(whole, data)) == one.data
+    for edge in (1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 1):
+        halves = [Found((0, edge), data[:edge]), Found((edge, len(data)), data[edge:])]
+        assert take(*halves, edges=(0, edge, len(data))) == one.data
     for found in (Found(whole, data[:-1]), Found(whole, data + b"x"), Found((1, len(data)), data), Found(whole, b"")):
         with pytest.raises(RecordError):
             take(found)

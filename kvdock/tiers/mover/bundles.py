@@ -187,7 +187,9 @@ def _of_table(answer: Loaded, bundle: _Bundle, writer: int, length: int) -> Load
     if checksum(bundle.table) != answer.checksum:
         return Loaded(Outcome.DAMAGED)
     found, digest = _ENTRY.unpack_from(bundle.table, writer * _ENTRY.size)
-    return Loaded(Outcome.DONE, digest) if found == length else Loaded(Outcome.DAMAGED)
+    if found != length:
+        return Loaded(Outcome.DAMAGED)
+    return Loaded(Outcome.DONE, digest, answer.hashed[writer + 1 : writer + 2])
 
 
 def part_verbs(tier: Tier, writers: Callable[[bytes], int]) -> Tier | Bundles:

@@ -41,14 +41,13 @@ from kvdock.protocol.schemas import (
     ReserveAnswer,
 )
 from kvdock.protocol.wire_types import MAX_ENTRIES, MAX_STORE_KEYS
-from kvdock.shm.checksum import checksum
 from kvdock.shm.errors import AttachError, ShmError
 from kvdock.tiers.mover.agreement import NOTE_S, AgreedNote, Agreement
 from kvdock.tiers.mover.herds import LEAST_BYTES, SLOW_S, SLOWER, Following
 from kvdock.tiers.mover.namespaces import NamespaceSession
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import AT_STORE, Deadline, Outcome, Place, SharesPool, TierError, ToLoad
+from kvdock.tiers.tier import AT_STORE, Deadline, Outcome, Place, SharesPool, TierError, ToLoad, sum_of
 
 log = logging.getLogger("kvdock.tiers")
 
@@ -677,9 +676,10 @@ class Fetches:
         except TierError:
             return came
         for load, loaded in zip(loads, found, strict=True):
-            if loaded.outcome is Outcome.DONE and checksum(load.pages[: load.length]) == loaded.checksum:
+            is_done = loaded.outcome is Outcome.DONE
+            if is_done and sum_of(load, loaded) == loaded.checksum:
                 came.sums[load.name] = loaded.checksum
-            elif loaded.outcome is Outcome.DONE:
+            elif is_done:
                 came.wrong.append(load)
             elif loaded.outcome is Outcome.DAMAGED:
                 came.unfit.append(load)

@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from kvdock.shm.checksum import checksum
 from kvdock.tiers.mover.bundles import part_verbs
 from kvdock.tiers.notes import Change, Note
 from kvdock.tiers.record import PartName
@@ -39,6 +38,7 @@ from kvdock.tiers.tier import (
     ToLoad,
     ToStore,
     pages_bytes,
+    sum_of,
 )
 
 log = logging.getLogger("kvdock.tiers")
@@ -572,7 +572,7 @@ class TierHandle:
                 lambda found: _failure([loaded.outcome for loaded in found], is_fair=False),
             )
             return all(
-                loaded.outcome is Outcome.DONE and checksum(part.pages[: part.length]) == loaded.checksum
+                loaded.outcome is Outcome.DONE and sum_of(part, loaded) == loaded.checksum
                 for part, loaded in zip(parts, found, strict=True)
             )
 

@@ -2,8 +2,8 @@
 (docs/operate/tiers_objects.md).
 
 All requests run on one event loop in a thread of the tier's own, because obstore can cancel a request at its deadline
-only there. A large object is requested in ranges: while one range is copied into the pages, the next ones arrive. A
-store is sent from the pages.
+only there. A large object is requested in ranges: while one range is copied into the pages, the next ones arrive
+(kvdock/tiers/stores/objects_loads.py). A store is sent from the pages.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from urllib.parse import unquote
 
 from kvdock.tiers.notes import Change, Note, NoteError, name_of_note
 from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of, namespace_of
+from kvdock.tiers.stores.objects_loads import Receiving, Sink, ranges_of
 from kvdock.tiers.stores.objects_owned import OwnedObjects
 from kvdock.tiers.stores.objects_requests import NO_PRICES, Prices, Requests
 from kvdock.tiers.stores.urls import TierUrl, existing_file, price, read_url, some_bytes, some_text, whole, yes_or_no
@@ -50,7 +51,6 @@ from kvdock.tiers.tier import (
     ToLoad,
     ToStore,
     Usage,
-    cut,
     known_notes,
     require_own,
 )
@@ -62,10 +62,6 @@ SLICE_S: Final = 0.02
 """How often a verb that waits looks at its deadline."""
 RELEASE_S: Final = 10.0
 """How long a cancelled request may still hold the pages that it reads."""
-RANGE_BYTES: Final = 8 << 20
-"""A part of at least twice as much is loaded with several requests, each for at least as much."""
-PIECE_BYTES: Final = 1 << 20
-"""What arrives is copied into the pages in pieces of about this size, which the processor's caches still have."""
 CHUNK_BYTES: Final = 16 << 20
 """The bytes of each request of a multipart upload."""
 UPLOADS: Final = 4
@@ -122,9 +118,8 @@ class ObjectTier:
         self._obstore = Requests(obstore, location.prices)
         self._can_create = self._can_update = location.can_create
         self._loop = asyncio.new_event_loop()
-        self._loading, self._storing, self._asking = (
-            asyncio.Semaphore(location.connections) for _ in range(3)
-        )
+        self._storing, self._asking = (asyncio.Semaphore(location.connections) for _ in range(2))
+        self._loading = Receiving(location.connections)
         self._usage = OwnUsage(wears_out=True)
         self.limits, self._owned = location.limits, OwnedObjects(location.store, self._obstore, location.folder)
         self._notes: dict[bytes, _CachedNote] = {}
@@ -456,24 +451,23 @@ class ObjectTier:
         return after if (await self._note(namespace, use_cached=False))[0] == after else None
 
     async def _load(self, part: ToLoad) -> Loaded:
-        name, total = part.name, HEADER_BYTES + part.length
-        count = max(1, part.length // RANGE_BYTES) if self._location.ranges else 1
-        step, record = -(-total // count), _Sink(part.views())
+        name, record = part.name, Sink(part.views())
         ranges = [
-            asyncio.ensure_future(self._range(name.text(), at, min(at + step, total), total, record))
-            for at in range(0, total, step)
+            asyncio.ensure_future(self._range(name.text(), begin, end, HEADER_BYTES + part.length, record))
+            for begin, end in ranges_of(part.length, one=not self._location.ranges)
         ]
         try:
             if len(set(await asyncio.gather(*ranges))) > 1:
                 return Loaded(Outcome.DAMAGED)  # another object has replaced it meanwhile
             self._owned.used(name.text())
-            return Loaded(Outcome.DONE, Record.read_of(bytes(record.header), name, part.length).checksum)
+            wanted = Record.read_of(bytes(record.header), name, part.length).checksum
+            return Loaded(Outcome.DONE, wanted, record.sums)
         except FileNotFoundError:
             return Loaded(Outcome.MISSING)
         except RecordError:
             return Loaded(Outcome.DAMAGED)
         except self._obstore.exceptions.BaseError as error:
-            if count > 1 and "416 " in str(error):  # the object ends before the range
+            if len(ranges) > 1 and "416 " in str(error):  # the object ends before the range
                 return Loaded(Outcome.DAMAGED)
             raise
         finally:
@@ -482,10 +476,10 @@ class ObjectTier:
             await asyncio.gather(*ranges, return_exceptions=True)
             record.close()
 
-    async def _range(self, path: str, begin: int, end: int, total: int, record: _Sink) -> str | None:
+    async def _range(self, path: str, begin: int, end: int, total: int, record: Sink) -> str | None:
         """Loads a range of an object of `total` bytes. Returns the object's ETag, if it has one."""
         options = None if end - begin == total else {"range": (begin, end)}
-        async with self._loading:
+        async with self._loading.admitted(end - begin):
             found = await self._obstore.get_async(self._store, path, options=options)
             if found.meta["size"] != total:
                 raise RecordError(f"found an object of {found.meta['size']} bytes, wanted {total}")
@@ -551,41 +545,6 @@ class ObjectTier:
     async def _delete_one(self, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             await self._obstore.delete_async(self._store, path)
-
-
-class _Sink:
-    """Takes the bytes of a record as they arrive. `body`: the memory of what follows the header."""
-
-    def __init__(self, body: Sequence[memoryview]) -> None:
-        self.header = bytearray(HEADER_BYTES)
-        self._body = body
-
-    async def take(self, found: Any, begin: int, end: int) -> None:
-        """Copies bytes [begin, end) of the object. Raises RecordError if the store sends fewer or other bytes."""
-        if tuple(found.range) != (begin, end):
-            raise RecordError(f"found bytes {found.range}, wanted {begin} to {end}")
-        at = begin
-        async for piece in found.stream(min_chunk_size=PIECE_BYTES):
-            at = self._put(at, end, memoryview(piece))
-        if at != end:
-            raise RecordError(f"found {at - begin} bytes, wanted {end - begin}")
-
-    def _put(self, begin: int, end: int, data: memoryview) -> int:
-        """Returns where the next bytes belong."""
-        if len(data) > end - begin:
-            raise RecordError(f"found {len(data)} bytes or more, wanted {end - begin}")
-        of_header = max(0, min(len(data), HEADER_BYTES - begin))
-        if of_header:
-            self.header[begin : begin + of_header] = data[:of_header]
-        at = of_header
-        for view in cut(self._body, begin + of_header - HEADER_BYTES, begin + len(data) - HEADER_BYTES):
-            view[:] = data[at : at + len(view)]
-            at += len(view)
-        return begin + len(data)
-
-    def close(self) -> None:
-        for view in self._body:
-            view.release()
 
 
 async def _awaited(request: Callable[[], Awaitable[T]]) -> T:

@@ -19,7 +19,6 @@ import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -331,7 +330,8 @@ class ObjectTier:
 
         running = asyncio.run_coroutine_threadsafe(run(), self._loop)
         while not running.done():
-            wait([running], min(SLICE_S, deadline.left_s) if not is_cancelled else SLICE_S)
+            with contextlib.suppress(TimeoutError):
+                running.exception(min(SLICE_S, deadline.left_s) if not is_cancelled else SLICE_S)
             if deadline.is_over and not is_cancelled:
                 is_cancelled = True
                 self._loop.call_soon_threadsafe(cancel)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from apart import Sender, decoder
-from api_helpers import ServerProcess, comes_true
+from api_helpers import ServerProcess, comes_true, eventually
 from engines import TP2, Engine, odd
 from whole_engines import CROWD, HITS, NOTHING, OTHERS, PROMPTS, tokens_of
 
@@ -56,6 +56,10 @@ def test_what_is_loaded_is_sent_as_what_was_computed(
         assert second.send().decoded() == local
         first.flush()
         assert first.send().decoded() == local
+        with Client(server.unix) as client:
+            eventually(lambda: client.status().hits.requests >= 9)
+            found = client.status().hits
+            assert (found.requests, found.local_tokens, found.loaded) == (9, 0, {"memory": 2 * sum(HITS)})
 
 
 @pytest.mark.parametrize("how", [DEFAULT, NO_OVERLAP, TP2], ids=["overlap", "no overlap", "two ranks"])

@@ -36,7 +36,7 @@ def settings_of(kind: str, model: str, address: str) -> dict[str, Any]:
     return {
         "model_path": model, "dtype": "bfloat16", "skip_tokenizer_init": True, "page_size": 64,
         "max_total_tokens": 4096, "mem_fraction_static": 0.2, "max_running_requests": 4, "max_mamba_cache_size": 64,
-        "disable_cuda_graph": True, "attention_backend": "triton", "sampling_backend": "pytorch",
+        "chunked_prefill_size": 1024, "attention_backend": "triton", "sampling_backend": "pytorch",
         "grammar_backend": "none", "log_level": "warning", "skip_server_warmup": True,
         "enable_unified_cache_external_linker": True, "unified_cache_external_linker_backend": "dynamic",
         "unified_cache_external_linker_config": {

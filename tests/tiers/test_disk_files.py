@@ -89,7 +89,8 @@ def test_parts_of_a_file_that_somebody_has_removed_are_gone(
     monkeypatch.setattr(disk_io, "most_open", lambda: 1)
     batch = [parts.make(3 * MIB) for _ in range(16)]
     with opened(folder, 64 * MIB) as tier:
-        store_all(tier, batch)
+        for part in batch:
+            store_all(tier, [part])
         entries = [tier._space.entry(key_of(part.name)) for part in batch]
         assert entries[0] is not None
         lost = entries[0].segment

@@ -17,7 +17,6 @@ from disk_helpers import ENVIRONMENT, LIMIT, PROCESSES, allocated_bytes, opened,
 from tier_helpers import ARENA, MIB, Part, Parts, assert_loads, load, outcomes_of, patient, store, store_all
 from tier_subjects import DiskSubject
 
-from kvdock.tiers.disk.copies import Move, copy
 from kvdock.tiers.disk.folder import FolderInUse
 from kvdock.tiers.disk.log import key_of
 from kvdock.tiers.disk.tier import DiskTier
@@ -126,24 +125,6 @@ def test_an_index_that_is_behind_the_log_learns_the_rest(folder: Path, parts: Pa
         assert_loads(tier, old[1:] + new[1:])
         assert outcomes_of(tier, [old[0], new[0]]) == [Outcome.MISSING] * 2
         assert there(tier, [old[0]]) == [False]
-
-
-def test_what_was_copied_is_in_the_log_once(folder: Path, parts: Parts) -> None:
-    """A process that ends between copying and wiping leaves two records of a part; deleting it ends both."""
-    part = parts.make(200_000)
-    with opened(folder) as tier:
-        store_all(tier, [part])
-        entry = tier._space.entry(key_of(part.name))
-        extent = tier._space.take(part.record.length)
-        assert entry is not None and extent is not None and copy(tier._io, Move(key_of(part.name), entry, extent))
-        tier._space.leave([extent])
-    (folder / "index.db").unlink()
-    with opened(folder) as tier:
-        assert_loads(tier, [part])
-        tier.delete([part.name], patient())
-    (folder / "index.db").unlink()
-    with opened(folder) as tier:
-        assert there(tier, [part]) == [False]
 
 
 def test_an_index_that_points_to_another_part_is_damage_and_is_forgotten(folder: Path, parts: Parts) -> None:

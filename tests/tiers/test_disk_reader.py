@@ -16,6 +16,7 @@ from tier_helpers import ARENA, Part, Parts, assert_loads, patient, store_all
 from kvdock.tiers.disk import reader
 from kvdock.tiers.disk.index import Index
 from kvdock.tiers.disk.log import Log, Segment, key_of
+from kvdock.tiers.disk.space import LONG_AGO
 from kvdock.tiers.disk.tier import DiskTier
 from kvdock.tiers.notes import begins, raises
 from kvdock.tiers.record import Record
@@ -298,4 +299,5 @@ def test_uses_are_kept_in_their_order_when_a_tier_is_closed(folder: Path, parts:
     with opened(folder) as tier:
         used = {part.name.key: tier._space.entry(key_of(part.name)) for part in batch}
         numbers = [entry.used for part in batch if (entry := used[part.name.key])]
-    assert sorted(range(8), key=lambda at: numbers[at])[4:] == [1, 5, 7, 3] and numbers.count(0) == 4
+    assert sorted(range(8), key=lambda at: numbers[at])[4:] == [1, 5, 7, 3]
+    assert [numbers[at] for at in (0, 2, 4, 6)] == [LONG_AGO] * 4

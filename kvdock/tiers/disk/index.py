@@ -41,7 +41,7 @@ _SUFFIXES: Final = ("", "-wal", "-shm", "-journal")
 
 
 class Row(NamedTuple):
-    """`used`: the greater, the later the part was last used; 0: it was not used since it was written."""
+    """`used`: the greater, the later the part was last used; 0: it was not used before the tier was last closed."""
 
     sequence: int
     offset: int
@@ -169,16 +169,25 @@ class Index:
         """`rows`: (sequence, offset) of each."""
         self._many("DELETE FROM parts WHERE place = ?", [(place_of(*at),) for at in rows])
 
+    def empty_gaps(self, sequence: int, gaps: Sequence[tuple[int, int]]) -> None:
+        """Removes the segment's rows in these gaps, (begin, end) of each. They are gone even if power is lost when this
+        has returned."""
+        self._set_synchronous("FULL")
+        try:
+            self._many(
+                "DELETE FROM parts WHERE place >= ? AND place < ?",
+                [(place_of(sequence, begin), place_of(sequence, end)) for begin, end in gaps],
+            )
+        finally:
+            self._set_synchronous("NORMAL")
+
+    def _set_synchronous(self, how: str) -> None:
+        with self._lock, _as_tier_error():
+            self._db.execute(f"PRAGMA synchronous = {how}")
+
     def remember_use(self, used: Iterable[tuple[int, int, int]]) -> None:
         """`used`: (sequence, offset, when it was last loaded) of each, as in Row."""
         self._many("UPDATE parts SET used = ? WHERE place = ?", [(when, place_of(s, o)) for s, o, when in used])
-
-    def replace_segment(self, sequence: int, rows: Sequence[Row]) -> None:
-        """Replaces the segment's rows by `rows`, in one transaction."""
-        with self._transaction():
-            bounds = _bounds(sequence, sequence + 1)
-            self._db.execute("DELETE FROM parts WHERE place >= ? AND place < ?", bounds)
-            self._db.executemany(_INSERT, [(place_of(row.sequence, row.offset), *row[2:]) for row in rows])
 
     def close(self) -> None:
         """Closes the index and makes committed changes durable. On a full disk they stay in SQLite's own log."""

@@ -1,8 +1,9 @@
-"""The log: segment files of one size, filled one after the other. Files of an earlier size are removed when they are
-emptied. A record is a block that describes it, and the part's pages.
+"""The log: segment files of one size, filled one after the other. Once all are full, parts of a segment are evicted,
+and new records are written to the gaps. Files of an earlier size are removed when they are emptied. A record is a block
+that describes it, and the part's pages.
 
 Invariants: the files never take more than `capacity_bytes` together, because they are allocated whole before they are
-used. A segment is filled anew only after it was wiped, while no thread reads or writes it (space.py).
+used. Nothing is written to a place from which a thread reads, or where a part is that the map has (space.py).
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import mmap
 import os
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -29,30 +31,33 @@ _SCAN_BYTES: Final = 1 << 20
 
 
 class Entry(NamedTuple):
-    """The place of a part. `used`: see index.Row. `is_copy`: it was given a second chance, and copied here."""
+    """The place of a part. `used`, `uses`: as in PartMap."""
 
     segment: Segment
     offset: int
     length: int
     checksum: int
     used: int = 0
-    is_copy: bool = False
+    uses: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """`end_bytes`: the offset for the next record. `readers`, `writers`: how many records threads are loading from it,
-    and storing to it. They are guarded by the lock of space.py, like `end_bytes` and `records`."""
+    """`gaps`: where records may be written: (begin, end) of each, in their order. `readers`: how many threads are
+    loading from each offset. `writers`: how many records threads are storing to it. They are guarded by the lock of
+    space.py, like `records` and `turn`."""
 
     file: File
     size_bytes: int
     sequence: int = 0
     mark: bytes = b""
-    end_bytes: int = PAGE_BYTES
+    gaps: list[tuple[int, int]] = field(default_factory=list)
     records: int = 0
-    """How many records were written since the segment was last wiped, deleted ones included."""
-    readers: int = 0
+    """How many records it has, those included that were deleted since it was last chosen to be filled."""
+    readers: Counter[int] = field(default_factory=Counter)
     writers: int = 0
+    turn: int = 0
+    """The higher, the later it was chosen to be filled."""
     is_read: bool = True
     """Whether the map has all its parts. The reader (reader.py) guards it."""
 
@@ -127,7 +132,7 @@ class Log:
             self.free.append(segment)
             raise
         segment.sequence, _, segment.mark = block
-        segment.end_bytes, segment.records = PAGE_BYTES, 0
+        segment.gaps, segment.records = [(PAGE_BYTES, segment.size_bytes)], 0
         self.segments[segment.sequence] = segment
         return segment
 
@@ -169,7 +174,7 @@ class Log:
         self._io.write_block(segment.file, record_block(record, segment.mark, offset, Kind.DELETED), offset)
 
     def scan(self, segment: Segment, begin: int) -> Iterator[tuple[int, Record]]:
-        """(offset, record) of each part from the offset `begin` on; sets the segment's end after the last one.
+        """(offset, record) of each part from the offset `begin` on; the segment's gap begins after the last one.
 
         A record that is damaged or was never written whole is skipped, because several threads write at a time, so
         whole records may follow. Raises OSError.
@@ -186,7 +191,7 @@ class Log:
             if kind is Kind.PART:
                 yield offset, record
             offset += record_bytes(record.length)
-            segment.end_bytes = offset
+            segment.gaps = [(offset, segment.size_bytes)]
             segment.records += 1
 
     def _next_mark(self, segment: Segment, begin: int, end: int) -> int | None:

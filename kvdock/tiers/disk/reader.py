@@ -79,10 +79,11 @@ class Reader:
                     self._make_again(error)
                     rows = []
                 ends = [end for row in rows if (end := offset_of(row[0]) + record_bytes(row[2])) <= segment.size_bytes]
-                segment.end_bytes, segment.records = max(ends, default=PAGE_BYTES), len(ends)
+                end = max(ends, default=PAGE_BYTES)
+                segment.gaps, segment.records = [(end, segment.size_bytes)], len(ends)
                 self._take(segment, (Found(*row) for row in rows))
                 if segment.sequence >= self._newest:
-                    self._scan(segment)
+                    self._scan(segment, end)
             finally:  # what could not be read is missing
                 segment.is_read = True
             self._space.list_soon(segment)
@@ -132,8 +133,8 @@ class Reader:
             if segment.is_read:
                 self._add(self._space.found_in(segment))
 
-    def _scan(self, segment: Segment) -> None:
-        for some in _slices(self._log.scan(segment, segment.end_bytes)):
+    def _scan(self, segment: Segment, begin: int) -> None:
+        for some in _slices(self._log.scan(segment, begin)):
             found = [
                 Found(place_of(segment.sequence, offset), key_of(record.name), record.length, record.checksum)
                 for offset, record in some

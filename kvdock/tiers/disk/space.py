@@ -1,39 +1,39 @@
-"""Tracks the place of each part, and frees space: the oldest segment is emptied as a whole.
+"""Tracks the place of each part, and makes space: parts of a segment are evicted, and new ones are written to the gaps.
 
-Parts that were used since they were written get a second chance: they are copied to the next segment, those used last
-first, up to a share of it. A part is used when it is loaded, and when the mover asks for it because the pool has
-answered a prompt with its chunk. All other parts of the oldest segment are dropped. So the log is only written from
-front to back, and a part that is never used costs one write. The share follows what it brings: it grows while at least
-half of the copies in a segment were used again by the time that the segment is emptied, and shrinks while fewer were.
+Segments take turns. Which parts of a segment go says the map (csrc/base/part_worth.h): those that would be the first to
+go of all segments, with those of similar age, so that it may be all or a few. What stays is not moved, so each part is
+written once. A part is used when it is loaded, and when the mover asks for it because the pool has answered a prompt
+with its chunk.
 
 Locks: `changed` guards all maps and counts here and in segments, and is never held during input or output. `_freeing`
-is held by the one thread that frees space; it does not touch segments that are being written, and waits for their
-readers.
+is held by the one thread that frees space; it does not touch segments that are being written, and waits for readers of
+what is not in the map any more.
 """
 
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from kvdock._core import PartMap
-from kvdock.tiers.disk.copies import Move, copy_all
-from kvdock.tiers.disk.index import Index, Row, offset_of, place_of, where
+from kvdock._core import FIRST_MOMENT, PartMap
+from kvdock.tiers.disk.index import Index, offset_of, place_of, where
 from kvdock.tiers.disk.io import Io
 from kvdock.tiers.disk.log import Entry, Extent, Log, Segment, record_bytes
 from kvdock.tiers.record import Record
 from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError
 
-LEAST_KEPT, MOST_KEPT, KEPT_STEP = 0.25, 0.75, 0.05
-"""The share of a segment for second chances. bench/LOG.md compares it with LRU (2026-11-27)."""
-PAYS: Final = 0.5
-"""At least this share of the copies must be used again for the share to grow."""
-NEVER: Final = Deadline()
-FIRST_USE: Final = 1 << 48
-"""The number of a new tier's first use. What close() wrote into the index is lower."""
+KEPT: Final = 0.95
+"""The share of all parts that stays when all segments have had their turn. bench/LOG.md (2026-11-29) compares some."""
+LEAST_FREED: Final = 0.25
+"""The least share of a segment in which there is no part after its turn."""
+LOOKS: Final = 8
+"""How many segments it looks at to find one of which so much goes anyway."""
+LONG_AGO: Final = FIRST_MOMENT - (1 << 40)
+"""The last use of a part that was not used before the tier was last closed."""
 LOOK_S: Final = 0.05
 """How often a thread that waits for others checks its deadline, which may be cancelled."""
 
@@ -64,8 +64,7 @@ class Space:
         """What was removed from the maps since take_dropped()."""
         self._freeing = threading.Lock()
         self._current: Segment | None = None
-        self._uses = FIRST_USE
-        self._kept_share = LEAST_KEPT
+        self._turns = 0
 
     # ------------------------------------------------------------------ opening
 
@@ -81,7 +80,7 @@ class Space:
         self, segment: Segment, found: Sequence[Found], is_named: Callable[[bytes], bool]
     ) -> tuple[list[Found], list[tuple[bytes, Entry]], list[tuple[int, int]]]:
         """Takes parts of the segment into the map. Returns those taken, the older records of parts that are there
-        twice, whose segments stay until release(), and the places (sequence, offset) of what the log cannot have or no
+        twice, whose places stay until release(), and the places (sequence, offset) of what the log cannot have or no
         note names any more. `is_named`: whether a note names the part of a key."""
         taken, older, strays = [], [], []
         with self.changed:
@@ -95,10 +94,11 @@ class Space:
                     superseded: Entry | None = Entry(segment, offset, one.length, one.checksum)
                 else:
                     superseded = self.drop(one.key)
-                    self._places.put(one.key, one.place, one.length, one.checksum, one.used)
+                    used, uses = (one.used, 1) if one.used else (LONG_AGO, 0)
+                    self._places.put_back(one.key, one.place, one.length, one.checksum, used, uses)
                     taken.append(one)
                 if superseded is not None:
-                    superseded.segment.readers += 1
+                    superseded.segment.readers[superseded.offset] += 1
                     older.append((one.key, superseded))
         return taken, older, strays
 
@@ -135,14 +135,9 @@ class Space:
         part = self._places.get(key)
         return None if part is None else self._entry(part)
 
-    def _entry(self, part: tuple[int, int, int, int, bool]) -> Entry:
+    def _entry(self, part: tuple[int, int, int, int, int]) -> Entry:
         sequence, offset = where(part[0])
         return Entry(self._log.segments[sequence], offset, *part[1:])
-
-    def _put(self, key: bytes, entry: Entry) -> None:
-        if key in self._places:
-            self._dropped.append(key)
-        self._places.put(key, place_of(entry.segment.sequence, entry.offset), *entry[2:])
 
     def drop(self, key: bytes) -> Entry | None:
         """Removes the part from the map. The caller holds `changed`."""
@@ -177,7 +172,7 @@ class Space:
     # ------------------------------------------------------------------ reading
 
     def hold_all(self, parts: Sequence[tuple[bytes, int]]) -> list[Entry | None]:
-        """The entry of each part, whose segment is not emptied until release(). None: there is no such part of that
+        """The entry of each part, whose place is not written to until release(). None: there is no such part of that
         length."""
         found: list[Entry | None] = []
         with self.changed:
@@ -186,19 +181,17 @@ class Space:
                 if part is None or part[1] != length:
                     found.append(None)
                     continue
-                self._uses += 1
-                self._places.use(key, self._uses)
+                self._places.use(key)
                 entry = self._entry(part)
-                entry.segment.readers += 1
+                entry.segment.readers[entry.offset] += 1
                 found.append(entry)
         return found
 
     def use(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each part whether it is there. Those that are count as used now."""
+        """For each part whether it is there. Those that are count as used now, the first ones of a prompt last, so that
+        its end is evicted first."""
         with self.changed:
-            first = self._uses + 1
-            self._uses += len(keys)
-            return [self._places.use(key, number) for number, key in enumerate(keys, first)]
+            return [self._places.use(key) for key in reversed(keys)][::-1]
 
     def take_dropped(self) -> list[bytes]:
         """The parts that were removed from the map since the last call."""
@@ -207,7 +200,7 @@ class Space:
             return dropped
 
     def hold_to_delete(self, keys: Sequence[bytes], deadline: Deadline) -> tuple[dict[bytes, Entry], set[bytes]]:
-        """(the entries removed from the maps, whose segments stay until release(); the keys that other threads are
+        """(the entries removed from the maps, whose places stay until release(); the keys that other threads are
         storing).
 
         If other threads are storing all of them, it waits first until that may have changed.
@@ -218,13 +211,16 @@ class Space:
             claimed = self.claimed.intersection(keys)
             dropped = {key: entry for key in keys if key not in claimed and (entry := self.drop(key))}
             for entry in dropped.values():
-                entry.segment.readers += 1
+                entry.segment.readers[entry.offset] += 1
             return dropped, claimed
 
     def release(self, *entries: Entry) -> None:
         with self.changed:
             for entry in entries:
-                entry.segment.readers -= 1
+                readers = entry.segment.readers
+                readers[entry.offset] -= 1
+                if not readers[entry.offset]:
+                    del readers[entry.offset]
             self.changed.notify_all()
 
     def forget(self, key: bytes, entry: Entry) -> None:
@@ -242,45 +238,35 @@ class Space:
 
     # ------------------------------------------------------------------ writing
 
-    def take(self, length: int) -> Extent | None:
-        """Space in the current segment, which is not emptied until leave(); None: call free_space() first."""
-        with self.changed:
-            return self._take(self._current, length)
-
-    def take_run(self, lengths: Iterable[int], most_bytes: int, most: int) -> list[Extent]:
-        """Space for records that follow one another, as take(): for as many parts as the segment has room for, and at
-        most `most` of `most_bytes` together, or a single longer one."""
-        extents: list[Extent] = []
+    def take_run(self, lengths: Sequence[int], most_bytes: int, most: int) -> list[Extent]:
+        """Space in the current segment for records that follow one another, which is not emptied until leave(): for as
+        many parts as the first gap has room for that takes the first, and at most `most` of `most_bytes` together, or a
+        single longer one. []: call free_space() first."""
         with self.changed:
             segment = self._current
-            if segment is None:
-                return extents
-            most = min(most, self._log.most_records - segment.records)
-            begin = end = segment.end_bytes
-            for length in lengths:
+            found = None if segment is None else self._gap_for(segment, lengths[0])
+            if segment is None or found is None:
+                return []
+            begin, gap_end = segment.gaps[found]
+            extents, end = list[Extent](), begin
+            for length in lengths[: min(most, self._log.most_records - segment.records)]:
                 after = end + record_bytes(length)
-                if len(extents) >= most or after > segment.size_bytes or (extents and after - begin > most_bytes):
+                if after > gap_end or (extents and after - begin > most_bytes):
                     break
                 extents.append(Extent(segment, end))
                 end = after
-            segment.end_bytes = end
+            segment.gaps[found : found + 1] = [(end, gap_end)] if end < gap_end else []
             segment.records += len(extents)
             segment.writers += len(extents)
-        return extents
+            return extents
 
-    def _take(self, segment: Segment | None, length: int) -> Extent | None:
-        if segment is None or not self._fits_into(segment, length):
+    def _gap_for(self, segment: Segment, length: int) -> int | None:
+        """The index of the first gap that takes a record of a part of this length; None: there is none."""
+        if segment.records >= self._log.most_records:
             return None
-        extent = Extent(segment, segment.end_bytes)
-        segment.end_bytes += record_bytes(length)
-        segment.records += 1
-        segment.writers += 1
-        return extent
-
-    def _fits_into(self, segment: Segment | None, length: int) -> bool:
-        if segment is None or segment.records >= self._log.most_records:
-            return False
-        return segment.end_bytes + record_bytes(length) <= segment.size_bytes
+        needed = record_bytes(length)
+        sizes = [((end - begin) % needed, at) for at, (begin, end) in enumerate(segment.gaps) if begin + needed <= end]
+        return min(sizes)[1] if sizes else None
 
     def put(self, written: Sequence[tuple[bytes, Record, Extent]]) -> None:
         """Adds parts that were written, with their keys, to the index first. The caller still has to call leave()."""
@@ -290,7 +276,7 @@ class Space:
         ]
         self._index.add_places(rows)
         with self.changed:
-            for place, key, length, checksum, _ in rows:
+            for place, key, length, checksum, _ in reversed(rows):  # see use()
                 if key in self._places:
                     self._dropped.append(key)
                 self._places.put(key, place, length, checksum)
@@ -343,7 +329,7 @@ class Space:
         return self._log.segment_bytes - PAGE_BYTES - record_bytes(0)
 
     def free_space(self, length: int, deadline: Deadline) -> Outcome:
-        """Frees space for a part. DONE: try take() again. LATE: the deadline has passed. FULL: no segment can be
+        """Frees space for a part. DONE: try take_run() again. LATE: the deadline has passed. FULL: no segment can be
         emptied as long as the caller and others write to extents that they have taken.
 
         Raises OSError, TierError.
@@ -353,12 +339,12 @@ class Space:
                 return Outcome.LATE
         try:
             with self.changed:
-                if self._fits_into(self._current, length):
+                if self._current is not None and self._gap_for(self._current, length) is not None:
                     return Outcome.DONE  # another thread has freed space
                 current, self._current = self._current, None
             started = None
             try:
-                started = self._start_next(deadline)
+                started = self._start_next(length)
             finally:
                 with self.changed:
                     self._current = started or current
@@ -367,83 +353,102 @@ class Space:
         finally:
             self._freeing.release()
 
-    def _start_next(self, deadline: Deadline) -> Segment | None:
-        """The next segment to fill, with the parts that were copied to it. If possible, there is then space for one
-        more segment. None: there is no space."""
-        fresh = self._log.start_segment()
-        if fresh is None:  # the storage is smaller than the limit: use the segments that exist
-            oldest = self._oldest()
-            if oldest is not None:
-                self._empty(oldest)
-                fresh = self._log.start_segment()
-        elif not self._log.has_spare:
-            oldest = self._oldest(but=fresh)
-            if oldest is not None:
-                self._empty(oldest, fresh, deadline)
-        return fresh
+    def _start_next(self, length: int) -> Segment | None:
+        """The next segment to fill, in which there is space for a part. None: there is none."""
+        while True:
+            fresh = self._log.start_segment()
+            chosen = None if fresh else self._choose()
+            if fresh is None and chosen is None:
+                return None
+            if started := fresh or (chosen and self._thinned(chosen, length)):
+                with self.changed:
+                    self._end_turn(started)
+                return started
 
-    def _oldest(self, but: Segment | None = None) -> Segment | None:
-        """An empty segment, if there is one, else the oldest one. Segments that are being written are left out."""
+    def _choose(self) -> Segment | None:
+        """Of the next segments in turn, the first of which enough goes that should go anyway, or else the one of which
+        the oldest parts would go. The others have had their turn."""
+        best, oldest = None, -1.0
+        for _ in range(min(LOOKS, len(self._log.segments))):
+            segment = self._next_in_turn()
+            if segment is None:
+                break
+            self.read(segment)
+            with self.changed:
+                _, _, age = self._turn_of(segment, LEAST_FREED)
+                self._end_turn(segment)
+            if age > oldest:
+                best, oldest = segment, age
+            if age > 1:
+                break
+        return best
+
+    def _end_turn(self, segment: Segment) -> None:
+        """The caller holds `changed`."""
+        self._turns += 1
+        segment.turn = self._turns
+
+    def _next_in_turn(self) -> Segment | None:
+        """An empty segment, if there is one, else the one whose last turn is the longest ago. Segments that are being
+        written are left out."""
         with self.changed:
             return min(
-                (segment for segment in self._log.segments.values() if segment is not but and not segment.writers),
-                key=lambda one: (not one.is_read or self._places.size_of(one.sequence) > 0, one.sequence), default=None,
+                (segment for segment in self._log.segments.values() if not segment.writers),
+                key=lambda one: (not one.is_read or self._places.size_of(one.sequence) > 0, one.turn, one.sequence),
+                default=None,
             )
 
-    def _empty(self, segment: Segment, into: Segment | None = None, deadline: Deadline = NEVER) -> None:
-        """Copies the parts that get a second chance, drops the others, and wipes the segment once no thread reads it.
+    def _thinned(self, segment: Segment, length: int) -> Segment | None:
+        """Evicts parts of the segment, so that it has a gap for a record of a part of this length, and waits until no
+        thread reads what it may be overwritten. None: no part is left in it, so it was wiped.
 
-        Raises OSError, TierError; then all parts are still in their old place, unless the segment itself cannot be
+        Raises OSError, TierError; then all parts are still in their place, unless the segment itself cannot be
         written: a full disk takes no change of the index either, and is read.
         """
         self.read(segment)
         with self.changed:
-            parts = self._places.of_segment(segment.sequence)
-            self._judge_copies([part[3] > 0 for _, part in parts if part[4]])
-            moves = self._second_chances([(key, self._entry(part)) for key, part in parts], into) if into else []
-            keys = {key for key, _, _ in moves}
-            self.claimed |= keys
-        try:
-            moved = copy_all(self._io, moves, deadline)
-            rows = [Row(to.segment.sequence, to.offset, key, old.length, old.checksum, 0) for key, old, to in moved]
-            self._index.replace_segment(segment.sequence, rows)
-            with self.changed:
-                for key, old, to in moved:
-                    if self._is_at(key, old):
-                        self._put(key, Entry(to.segment, to.offset, old.length, old.checksum, is_copy=True))
-                for key in self._keys_of(segment.sequence):
-                    self.drop(key)
-                if into is not None and segment.sequence in self._unlisted:
-                    self._unlisted.append(into.sequence)
-                self.changed.wait_for(lambda: segment.readers == 0)
-            self._log.wipe(segment)
-        finally:
-            self.unclaim(keys)
-            self.leave([extent for _, _, extent in moves])
+            gone, gaps = self._to_evict(segment, length)
+        self._index.empty_gaps(segment.sequence, gaps)
+        with self.changed:
+            for key, place in gone:
+                if (part := self._places.get(key)) is not None and part[0] == place:
+                    self._places.evict(key)
+                    self._dropped.append(key)
+            left = segment.records = self._places.size_of(segment.sequence)
+            segment.gaps = gaps
+            self.changed.wait_for(lambda: not any(_is_within(gaps, offset) for offset in segment.readers))
+        if left:
+            return segment
+        self._log.wipe(segment)
+        return None
 
-    def _judge_copies(self, used_again: Sequence[bool]) -> None:
-        """`used_again`: of each copy in a segment that is about to be emptied. The caller holds `changed`."""
-        if used_again:
-            step = KEPT_STEP if sum(used_again) >= PAYS * len(used_again) else -KEPT_STEP
-            self._kept_share = min(MOST_KEPT, max(LEAST_KEPT, self._kept_share + step))
+    def _to_evict(self, segment: Segment, length: int) -> tuple[list[tuple[bytes, int]], list[tuple[int, int]]]:
+        """(key and place of what goes, the gaps that are there then). The caller holds `changed`."""
+        freed = LEAST_FREED
+        while True:
+            gone, gaps, _ = self._turn_of(segment, freed)
+            left = self._places.size_of(segment.sequence) - len(gone)
+            longest = max((end - begin for begin, end in gaps), default=0)
+            if not left or (longest >= record_bytes(length) and left < self._log.most_records):
+                return gone, gaps
+            freed *= 2
 
-    def _second_chances(
-        self, parts: Sequence[tuple[bytes, Entry]], into: Segment
-    ) -> list[Move]:
-        """What to copy. The caller holds `changed`."""
-        used = sorted((part for part in parts if part[1].used), key=lambda part: -part[1].used)
-        left_bytes = int(self._kept_share * into.size_bytes)
-        left_records = int(self._kept_share * self._log.most_records)
-        moves: list[Move] = []
-        for key, entry in used:
-            left_bytes -= record_bytes(entry.length)
-            extent = self._take(into, entry.length) if left_bytes >= 0 and len(moves) < left_records else None
-            if extent is None:
-                break
-            moves.append(Move(key, entry, extent))
-        return moves
+    def _turn_of(
+        self, segment: Segment, freed: float
+    ) -> tuple[list[tuple[bytes, int]], list[tuple[int, int]], float]:
+        """As PartMap.turn(). `freed`: the least share that is free then. Of a segment of an earlier size everything
+        goes. The caller holds `changed`."""
+        size_bytes, usual_bytes = segment.size_bytes, self._log.segment_bytes
+        left_bytes = int((1 - min(1.0, freed)) * size_bytes) if size_bytes == usual_bytes else 0
+        return self._places.turn(segment.sequence, size_bytes, KEPT, left_bytes, usual_bytes // self._log.most_records)
 
     def uses(self) -> list[tuple[int, int, int]]:
-        """(sequence, offset, a number) of each part that was used since it was written, in the order of their uses."""
-        used = sorted((e.used, e.segment.sequence, e.offset) for some in self.parts() for _, e in some if e.used)
-        return [(sequence, offset, number) for number, (_, sequence, offset) in enumerate(used, 1)]
+        """(sequence, offset, a number for the index) of each part that was used, in the order of their uses."""
+        used = sorted((e.used, e.segment.sequence, e.offset) for some in self.parts() for _, e in some if e.uses)
+        first = FIRST_MOMENT - len(used)
+        return [(sequence, offset, number) for number, (_, sequence, offset) in enumerate(used, first)]
+
+
+def _is_within(gaps: Sequence[tuple[int, int]], offset: int) -> bool:
+    at = bisect_right(gaps, offset, key=lambda gap: gap[0])
+    return at > 0 and offset < gaps[at - 1][1]

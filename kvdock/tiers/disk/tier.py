@@ -505,7 +505,9 @@ class StoreBatch:
         first, outcome = left[0], Outcome.TOO_LARGE
         length = self._parts[first].record.length
         while length <= self._space.longest_part:
-            extents = self._space.take_run((self._parts[at].record.length for at in left), PIECE_BYTES, MOST_RUN)
+            extents = self._space.take_run(
+                [self._parts[at].record.length for at in left[:MOST_RUN]], PIECE_BYTES, MOST_RUN
+            )
             if extents:
                 return extents
             try:

@@ -1,6 +1,6 @@
-// Parts that the tier on disk has evicted: how often and when they were used last, in 5 to 11 bytes for each part that it
-// has. One that is stored again goes on from there. The oldest may be forgotten, and one may be taken for another (once in
-// many million times). Thread safety: none.
+// Parts that the tier on disk has evicted: how often and when they were used last, in 5 to 11 bytes for each part that
+// it has. One that is stored again goes on from there. The oldest may be forgotten, and one may be taken for another
+// (once in many million times). Thread safety: none.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// Where the tier on disk has each part: 80 bytes a part, 7 to 14 for finding it, and 5 to 11 for one that was evicted. The
-// parts of a segment are linked, so a segment is listed without a look at others. The map counts the uses of parts, and
-// learns from them which parts to evict (part_worth.h).
+// Where the tier on disk has each part: 80 bytes a part, 7 to 14 for finding it, and 5 to 11 for one that was evicted.
+// The parts of a segment are linked, so a segment is listed without a look at others. The map counts the uses of parts,
+// and learns from them which parts to evict (part_worth.h).
 //
 // A part's name takes 86 bytes (kvdock/tiers/disk/log.py, key_of). What the parts of a generation have in common is
 // kept once. Thread safety: none.
@@ -43,7 +43,9 @@ class PartMap {
   PartMap() { resize(kLeastSlots); }
 
   size_t size() const { return size_; }
-  size_t bytes() const { return slabs_.size() * kSlab * sizeof(Item) + slots_.size() * (sizeof(uint32_t) + 1) + evicted_.bytes(); }
+  size_t bytes() const {
+    return slabs_.size() * kSlab * sizeof(Item) + slots_.size() * (sizeof(uint32_t) + 1) + evicted_.bytes();
+  }
 
   // Makes room for `parts` parts, so that put() need not move all slots while there are no more.
   void reserve(size_t parts) {
@@ -63,7 +65,7 @@ class PartMap {
     put(name, {place, checksum, now_, length, uint8_t(uses)});
   }
 
-  // As above, a part with uses from before. Those that were kept by a former release, with low numbers, and any from the
+  // As above, a part with uses from before. Moments that a former release has kept, which are low, and any from the
   // future count as the latest before this map.
   void put(const char* name, Part part) {
     if (part.used < kFirstMoment / 2 || part.used > now_) part.used = kFirstMoment - 1;
@@ -132,7 +134,7 @@ class PartMap {
   }
 
   // What goes in a segment's turn, and the gaps that are there afterwards, as (begin, end) in bytes. `age`: of the
-  // youngest part that goes; above 1 it is one that should go anyway.
+  // youngest part that goes; above 1 it should go anyway.
   struct Turn {
     std::vector<std::pair<std::array<char, kName>, Part>> gone;
     std::vector<std::pair<uint64_t, uint64_t>> gaps;
@@ -197,8 +199,8 @@ class PartMap {
  private:
   static constexpr uint32_t kNone = UINT32_MAX;
   static constexpr size_t kNowhere = SIZE_MAX, kLeastSlots = 1 << 10, kSlab = 1 << 10;
-  static constexpr size_t kLooks = 1 << 10;       // of a sample
-  static constexpr uint64_t kCloseShare = 64;     // uses are close if fewer than 1 / kCloseShare of all were asked for between
+  static constexpr size_t kLooks = 1 << 10;    // of a sample
+  static constexpr uint64_t kCloseShare = 64;  // of all: uses are close if fewer were asked for between them
   static constexpr uint64_t kLearnShare = 16, kLeastLearn = 64;
   static constexpr uint64_t kPage = 4096;
   static constexpr uint8_t kFree = UINT8_MAX;

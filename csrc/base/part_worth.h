@@ -1,7 +1,7 @@
-// Which parts the tier on disk evicts first: those that were not used for longest, as in LRU, but parts of some kinds age
-// faster than others. A part's kind is how often it was used. How fast each kind ages is learned: of the parts that are
-// about as old as those that are evicted, each kind should bring as many uses for the space that it takes. A kind that
-// brings fewer ages faster.
+// Which parts the tier on disk evicts first: those that were not used for longest, as in LRU, but parts of some kinds
+// age faster than others. A part's kind is how often it was used. How fast each kind ages is learned: of the parts that
+// are about as old as those that are evicted, each kind should bring as many uses for the space that it takes. A kind
+// that brings fewer ages faster.
 //
 // Ages are counted in parts that were asked for. Old observations fade. Thread safety: none.
 #pragma once

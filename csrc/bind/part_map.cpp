@@ -47,7 +47,8 @@ void bind_part_map(py::module_& m) {
       .def(py::init<>())
       .def("put", [](PartMap& map, const py::bytes& name, uint64_t place, uint32_t length, uint64_t checksum) {
         map.put(name_in(name), place, length, checksum);
-      }, "name"_a, "place"_a, "length"_a, "checksum"_a, "A part that is stored now, in place of one that has this name.")
+      }, "name"_a, "place"_a, "length"_a, "checksum"_a,
+           "A part that is stored now, in place of one that has this name.")
       .def("put_back", [](PartMap& map, const py::bytes& name, uint64_t place, uint32_t length, uint64_t checksum,
                           uint64_t used, uint8_t uses) {
         map.put(name_in(name), {place, checksum, used, length, uses});
@@ -83,7 +84,7 @@ void bind_part_map(py::module_& m) {
            "should go first. All go that are so old that the share `kept` of all segments' is younger, and as many "
            "more that the rest weighs at most `left` bytes. A part weighs what it takes in a segment, but at least "
            "`least` bytes. Then (begin, end) of each gap that is there when they are gone, and the age of the "
-           "youngest part that goes: above 1 it is one that should go anyway.")
+           "youngest part that goes: above 1 it should go anyway.")
       .def("size_of", &PartMap::size_of, "sequence"_a, "How many parts the segment has.")
       .def("reserve", &PartMap::reserve, "parts"_a,
            "Makes room for so many parts. Until there are more, no put() takes long.")

@@ -366,7 +366,7 @@ class Space:
                 return started
 
     def _choose(self) -> Segment | None:
-        """Of the next segments in turn, the first of which enough goes that should go anyway, or else the one of which
+        """The first of the next segments in turn of which enough goes that should go anyway, or else the one of which
         the oldest parts would go. The others have had their turn."""
         best, oldest = None, -1.0
         for _ in range(min(LOOKS, len(self._log.segments))):

@@ -28,7 +28,7 @@ from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, TierError
 
 KEPT: Final = 0.95
 """The share of all parts that stays when all segments have had their turn. bench/LOG.md (2026-11-29) compares some."""
-LEAST_FREED: Final = 0.25
+LEAST_FREED: Final = 0.125
 """The least share of a segment in which there is no part after its turn."""
 LOOKS: Final = 8
 """How many segments it looks at to find one of which so much goes anyway."""

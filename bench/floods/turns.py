@@ -3,8 +3,10 @@ on the clock.
 
 A turn is all that the loop does between two waits for something to happen. Processor time leaves out what a busy
 machine took from the thread, and what the thread slept; the clock counts both, but not the wait for something to
-happen. A thread that the system stopped meanwhile, for another one, finds less in its caches when it goes on, and what
-others do at the same moment costs it time, too: so the longest turn of those that were not stopped is counted apart.
+happen. The system counts interrupts while the thread waits as its processor time, too: so of no turn more is counted
+than its time on the clock. A thread that the system stopped meanwhile, for another one, finds less in its caches when
+it goes on, and what others do at the same moment costs it time, too: so the longest turn of those that were not stopped
+is counted apart.
 
 libuv, on which uvloop's loops run, calls back before each wait and knows how long it has waited: its functions
 are in uvloop's extension. The longest turns are in a file that both processes map.
@@ -91,12 +93,14 @@ async def _measure(longest: memoryview[float], explain: Callable[[float, float],
     def turned(_: int) -> None:
         nonlocal before_cpu_s, before_wall_s, before_stops
         cpu_s, wall_s, stopped = time.thread_time(), worked_s(), stops()
-        longest[_CPU] = max(longest[_CPU], cpu_s - before_cpu_s)
-        longest[_WALL] = max(longest[_WALL], wall_s - before_wall_s)
+        on_clock_s = wall_s - before_wall_s
+        worked_cpu_s = min(cpu_s - before_cpu_s, on_clock_s)
+        longest[_CPU] = max(longest[_CPU], worked_cpu_s)
+        longest[_WALL] = max(longest[_WALL], on_clock_s)
         if stopped == before_stops:
-            longest[_UNSTOPPED] = max(longest[_UNSTOPPED], cpu_s - before_cpu_s)
+            longest[_UNSTOPPED] = max(longest[_UNSTOPPED], worked_cpu_s)
         if explain is not None:
-            explain(cpu_s - before_cpu_s, wall_s - before_wall_s)
+            explain(worked_cpu_s, on_clock_s)
         before_cpu_s, before_wall_s, before_stops = cpu_s, wall_s, stopped
 
     handle = ctypes.create_string_buffer(libuv.uv_handle_size(_PREPARE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import resource
 import subprocess
@@ -11,10 +12,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
+import pytest
 import uvloop
 
+from bench.floods import turns
 from bench.floods.long_turns import LongTurn, long_turns
 from bench.floods.turns import Longest, LongestTurn, measure_turns
 
@@ -72,6 +76,16 @@ def test_one_that_sleeps_shows_on_the_clock_alone_and_waiting_in_neither(tmp_pat
     found = longest_with(tmp_path / "turns", lambda: time.sleep(10 * LONG_S))
     assert found.wall_ms >= 10_000 * LONG_S > 2 * found.cpu_ms
     assert found.wall_ms < 1000 * WAITED_S, "the loop has waited for as long, and that is no turn"
+
+
+def test_processor_time_of_the_wait_is_no_part_of_a_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the system counts interrupts for the thread that waits: it seems to take LONG_S more in each wait."""
+    waits, taken_s = itertools.count(), time.thread_time
+    monkeypatch.setattr(turns, "time", SimpleNamespace(
+        thread_time=lambda: taken_s() + LONG_S * next(waits), monotonic_ns=time.monotonic_ns
+    ))
+    found = longest_with(tmp_path / "turns", lambda: None)
+    assert 0 < found.cpu_ms <= found.wall_ms < 1000 * WAITED_S
 
 
 def test_a_turn_that_the_system_stopped_is_not_among_those_that_it_did_not(tmp_path: Path) -> None:

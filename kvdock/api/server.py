@@ -81,7 +81,8 @@ YOUNG_S = 0.02
 where as many old ones are freed as new ones stay, tens of thousands come together first, which takes up to 13 ms."""
 FULL_EVERY, SELDOM = 10, 100
 """After how many of these looks all objects are looked at that are not set aside, which a busy server makes by the
-thousand each second; `SELDOM` times as many, if that has taken `SHORT_S` or longer and has found garbage."""
+thousand each second, or sooner, once the looks together have taken `SHORT_S`; but after `SELDOM` times as many, if that
+has taken `SHORT_S` or longer and has found garbage."""
 SHORT_S = 0.0005
 
 
@@ -305,21 +306,23 @@ async def collect_garbage() -> None:
     end with their last reference, as all do, but a circle of references that has one of them stays for good: so that is
     not done while circles are made.
     """
-    full_at = FULL_EVERY
+    full_at, new_s, is_seldom = FULL_EVERY, 0.0, False
     for number in itertools.count(1):
         await asyncio.sleep(YOUNG_S)
         await next_slice()
         if not gc.isenabled():
             continue
-        if number < full_at:
-            gc.collect(1)
-            continue
         began_s = time.thread_time()
+        if number < full_at and (is_seldom or new_s < SHORT_S):
+            gc.collect(1)
+            new_s += time.thread_time() - began_s  # a full one takes about as long for what these have walked
+            continue
         found = gc.collect()
         is_long = time.thread_time() - began_s >= SHORT_S
         if is_long and not found:
             gc.freeze()
-        full_at = number + (SELDOM * FULL_EVERY if is_long and found else FULL_EVERY)
+        new_s, is_seldom = 0.0, is_long and found > 0
+        full_at = number + (SELDOM * FULL_EVERY if is_seldom else FULL_EVERY)
 
 
 async def _serve_tiers(keeper: Keeper, mover: MoverProcess) -> None:

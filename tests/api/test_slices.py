@@ -302,6 +302,32 @@ def settled() -> Iterator[None]:
     gc.unfreeze()
 
 
+def test_the_more_objects_are_new_the_sooner_all_are_looked_at(settled: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else sixty streams that begin together are walked in one collection of 2 ms."""
+    monkeypatch.setattr(server, "FULL_EVERY", 1 << 30)
+    monkeypatch.setattr(server, "SHORT_S", 0.001)
+    kept, full = [[0]], list[int]()
+
+    def note(phase: str, about: dict[str, int]) -> None:
+        if phase == "stop" and about["generation"] == 2:
+            full.append(len(kept))
+
+    async def story() -> None:
+        collecting = asyncio.create_task(collect_garbage())
+        for _ in range(200):
+            if not full:
+                kept.extend([at] for at in range(2000))
+                await asyncio.sleep(YOUNG_S)
+        collecting.cancel()
+
+    gc.callbacks.append(note)
+    try:
+        asyncio.run(story())
+    finally:
+        gc.callbacks.remove(note)
+    assert full
+
+
 def test_no_collection_comes_in_the_turn_of_a_call(settled: None) -> None:
     """A heartbeat of 1,024 entries, each with a list, came with ten collections of young objects and one of older
     ones."""

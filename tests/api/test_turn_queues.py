@@ -11,22 +11,25 @@ import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import uvicorn
 import uvloop
 from api_helpers import PATIENCE_S
 from app_rig import opened
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvdock.api import server
 from kvdock.api.http.connection import Connection, connection_class
 from kvdock.api.http.crowd import MOST_OF_PROCESS, MOST_OF_USER, Crowd
-from kvdock.api.http.limits import ConnectionLimits
+from kvdock.api.http.limits import BodyCapacity, BodyShare, ConnectionLimits
+from kvdock.api.http.wire import read_all
 from kvdock.api.record.counters import Counters
 from kvdock.api.record.tally import Tally
 from kvdock.api.record.timings import Meter, Timings
@@ -213,6 +216,28 @@ def test_pieces_of_work_that_follow_one_another_share_a_slice() -> None:
             return turn.now - before
 
     assert asyncio.run(story()) >= 3
+
+
+def test_bodies_whose_clients_have_gone_are_given_back_one_in_a_turn() -> None:
+    async def story() -> list[int]:
+        ended, capacity = list[int](), BodyCapacity.for_bodies_of(1 << 20)
+        async with TurnNumber() as turn:
+            async def read() -> None:
+                messages = iter([
+                    {"type": "http.request", "body": b"x", "more_body": True}, {"type": "http.disconnect"},
+                ])
+
+                async def receive() -> Any:
+                    return next(messages)
+
+                with suppress(ClientDisconnect):
+                    await read_all(receive, "", 1 << 20, BodyShare(capacity, None))
+                ended.append(turn.now)
+
+            await asyncio.gather(*(read() for _ in range(4)))
+        return ended
+
+    assert len(set(asyncio.run(story()))) == 4
 
 
 def test_a_turn_has_a_few_short_reads_or_a_long_one() -> None:

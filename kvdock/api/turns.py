@@ -127,7 +127,7 @@ class _Queues:
     def __init__(self) -> None:
         turns = SharedTurns()
         self.calls, self.slices = FairQueue(turns), FairQueue(turns)
-        self.began_s = 0.0
+        self.began_s = time.thread_time()
         """When somebody last got a turn, in processor time of the loop's thread."""
 
 

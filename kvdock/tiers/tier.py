@@ -257,6 +257,13 @@ class Bounds(Protocol):
 
 
 @runtime_checkable
+class LoadsMany(Protocol):
+    """A tier of which each load takes long, however small it is. `loads_at_once`: how many calls of load() it wants."""
+
+    loads_at_once: int
+
+
+@runtime_checkable
 class Lists(Protocol):
     """A tier that lists what it had when it was opened."""
 

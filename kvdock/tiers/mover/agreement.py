@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvdock.protocol.mover_schemas import Generation, NoteChange, Order, OrderDone, split_keys
+from kvdock.tiers.mover.note_reads import NoteReads
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.notes import LEASE, Note, begins, deletes, raises
 from kvdock.tiers.record import PartName
@@ -91,7 +92,8 @@ class Agreement:
     ) -> None:
         self._served, self._observer, self._clock = served, observer, clock
         self._changed = threading.Condition()
-        self._handles: dict[str, TierHandle] = {}
+        self._reads: dict[str, NoteReads] = {}
+        """By tier, those of still_holds()."""
         self._pool: dict[bytes, tuple[int, int]] = {}
         """Generation and edition by namespace."""
         self._followed: dict[tuple[str, bytes], Note] = {}
@@ -116,7 +118,7 @@ class Agreement:
     def use(self, handle: TierHandle) -> None:
         """Starts to use a tier, in a thread of its own."""
         with self._changed:
-            self._handles[handle.name] = handle
+            self._reads[handle.name] = NoteReads(handle)
             self._woken.add(handle.name)
         threading.Thread(target=self._run, args=(handle,), name=f"kvdock-{handle.name}-notes", daemon=True).start()
 
@@ -130,13 +132,13 @@ class Agreement:
                 digest for digest, (generation, _) in self._pool.items()
                 if digest in before and before[digest][0] != generation
             ]
-            self._wake(self._handles)
+            self._wake(self._reads)
         return raised
 
     def wake(self) -> None:
         """The namespaces served have changed."""
         with self._changed:
-            self._wake(self._handles)
+            self._wake(self._reads)
 
     def why_pending(self, tier: str) -> str:
         """Why the tier has not carried out the first of its orders; "": it has, or has not tried."""
@@ -192,7 +194,7 @@ class Agreement:
         again."""
         if handle.tier.poll_s:
             try:
-                (note,) = handle.notes([digest], deadline)
+                note = self._reads[handle.name].read(digest, deadline)
             except TierError:
                 return False
             if note != agreed.note:

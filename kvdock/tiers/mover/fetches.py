@@ -61,7 +61,7 @@ DEPTH = 4
 """How many batches of a fetch are in progress at once: while one is loaded, others are hashed or published."""
 FAR_DEPTH = 2 * DEPTH
 """The same for a store that other servers use, too: it is asked for its note after each batch, and meanwhile others are
-loaded."""
+loaded. One that says how many loads it wants at once (LoadsMany) has as many batches in progress."""
 AHEAD_EXISTS_S, AHEAD_BATCH_BYTES = 10.0, 8 << 20
 """For fetches ahead of requests: how long a tier may take to answer, and the size of a batch."""
 PASSED_BYTES = 2 << 20
@@ -467,6 +467,7 @@ class Fetches:
         others are being loaded. A fetch ahead of requests has one batch at a time. Returns whether all chunks are in
         the pool, or are being loaded or stored by others."""
         depth, most_bytes = FAR_DEPTH if handle.tier.poll_s else DEPTH, self._batch_bytes
+        depth = max(depth, handle.loads_at_once)
         if fetch.is_ahead:
             depth, most_bytes = 1, AHEAD_BATCH_BYTES
         if fetch.depth:

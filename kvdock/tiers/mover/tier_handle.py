@@ -24,6 +24,7 @@ from kvdock.tiers.tier import (
     Bounds,
     Deadline,
     Loaded,
+    LoadsMany,
     NoSpace,
     NotAll,
     NotEverywhere,
@@ -296,7 +297,7 @@ class TierHandle:
         self._pools = {
             kind: ThreadPoolExecutor(threads, f"kvdock-{tier.name}-{kind}")
             for kind, threads in (
-                ("ask", 2), ("note", 2), (CHANGE, 2), ("load", MEASURERS), ("store", 2), (PROBE, 1),
+                ("ask", 2), ("note", 2), (CHANGE, 2), ("load", self.loads_at_once), ("store", 2), (PROBE, 1),
             )
         }
         self._probe: Future[None] | None = None
@@ -306,6 +307,11 @@ class TierHandle:
     @property
     def name(self) -> str:
         return self.tier.name
+
+    @property
+    def loads_at_once(self) -> int:
+        """How many calls load the tier's parts at once."""
+        return self.tier.loads_at_once if isinstance(self.tier, LoadsMany) else MEASURERS
 
     def exists(self, names: Sequence[PartName], deadline: Deadline) -> list[bool]:
         """Raises TierOff, TierError."""
@@ -389,9 +395,16 @@ class TierHandle:
         """Raises TierOff, TierError."""
         self._call(CHANGE, deadline, lambda: self._parts.delete(names, deadline), lambda _: "")
 
-    def notes(self, namespaces: Sequence[bytes], deadline: Deadline) -> list[Note | None]:
-        """Raises TierOff, TierError, NotAll."""
-        return self._call("note", deadline, lambda: self.tier.notes(namespaces, deadline), lambda _: "")
+    def notes(
+        self, namespaces: Sequence[bytes], deadline: Deadline, begins: Callable[[], None] = lambda: None
+    ) -> list[Note | None]:
+        """`begins`: called when the tier is about to be asked. Raises TierOff, TierError, NotAll."""
+
+        def ask() -> list[Note | None]:
+            begins()
+            return self.tier.notes(namespaces, deadline)
+
+        return self._call("note", deadline, ask, lambda _: "")
 
     def change(self, namespace: bytes, change: Change, deadline: Deadline) -> Note:
         """Raises TierOff, TierError, NotEverywhere, ReadOnly."""

@@ -108,6 +108,7 @@ class ObjectTier:
 
     name = NAME
     gathers = True
+    loads_at_once = 16
     poll_s = 5.0
     recheck_s = 3600.0  # each question costs money
 

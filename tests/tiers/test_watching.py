@@ -160,17 +160,19 @@ def test_every_counter_of_the_mover_is_a_metric(server: ServerProcess, engine: T
 
 
 def test_waits_are_counted_by_how_they_ended(server: ServerProcess, engine: TierEngine) -> None:
+    """While the mover is stopped nothing comes, so a wait goes on until the test or its own limit ends it."""
     keys = stored_and_gone(engine, 8)
-    assert engine.lookup(keys, "up-0", 20.0).pending is not None
-    assert view(engine).waiting == 1
-    brought_up(engine, keys)
-    flood(engine)
     process = mover(server)
     with frozen(process):
-        assert engine.lookup(keys, "late", 0.2).pending is not None
-        eventually(lambda: view(engine).waits["expired"] == 1)
+        assert engine.lookup(keys, "up-0", 20.0).pending is not None
+        assert view(engine).waiting == 1
+    brought_up(engine, keys)
+    flood(engine)
+    with frozen(process):
         assert engine.lookup(keys, "ends", 20.0).pending is not None
         engine.client.withdraw(engine.attachment.session, ["ends"])
+        assert engine.lookup(keys, "late", 0.2).pending is not None
+        eventually(lambda: view(engine).waits["expired"] == 1)
     found = view(engine)
     assert found.waits["fulfilled"] >= 1 == found.waits["expired"] == found.waits["withdrawn"] and found.waiting == 0
     assert found.wait_s["fulfilled"] > 0 and found.wait_s["expired"] >= 0.2

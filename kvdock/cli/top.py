@@ -451,7 +451,8 @@ class Terminal:
         self._saved = None if self._keys is None else termios.tcgetattr(self._keys)
         self._wakes, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
-        self._ended = False
+        self._ended = self._stops = False
+        """Signals only set these: a handler that wrote to the terminal could do so in the middle of a picture."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -487,6 +488,10 @@ class Terminal:
         ready, _, _ = select.select(watched, [], [], max(0.0, patience_s))
         if self._wakes in ready:
             os.read(self._wakes, 4096)
+            if self._stops:
+                self._stops = False
+                self._stop()
+                return ""
         if self._keys in ready and self._keys is not None:
             typed = os.read(self._keys, 64)
             if not typed:  # end of input
@@ -509,7 +514,7 @@ class Terminal:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTSTP:
-            self._stop()
+            self._stops = True
         elif number in _ENDING:
             self._ended = True
         with suppress(BlockingIOError):  # the pipe is full, so it wakes the reader anyway

@@ -7,6 +7,7 @@ import json
 import shlex
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,6 +116,34 @@ def test_ctrl_z_gives_the_terminal_back_until_it_goes_on(server: ServerProcess) 
         eventually(lambda: shell.settings() == shell.before)
         shell.press("exit\n")
         assert shell.ended() == 0
+
+
+_STOPPED_WHILE_IT_DRAWS = """
+import io, os, signal
+from kvdock.cli.top import Terminal
+
+class Out(io.FileIO):
+    def write(self, data):
+        done = super().write(data)
+        if b"picture" in bytes(data):
+            os.kill(os.getpid(), signal.SIGTSTP)
+        return done
+
+terminal = Terminal(io.TextIOWrapper(io.BufferedWriter(Out(1, "w"))))
+with terminal.held():
+    terminal.draw("picture")
+    while terminal.key(30.0) != "q":
+        pass
+"""
+
+
+def test_ctrl_z_while_a_picture_is_written_waits_until_it_is_there() -> None:
+    """No shell waits for this program, so it goes on at once."""
+    with PtyProgram([sys.executable, "-c", _STOPPED_WHILE_IT_DRAWS], environ()) as program:
+        eventually(lambda: program.text.count(ENTER) == 2)
+        program.press("q")
+        assert program.ended() == 0
+        assert program.text.count(LEAVE) == 2 and program.text.index("\x1b[J") < program.text.index(LEAVE)
 
 
 def test_a_lost_server_is_said_and_comes_back(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ STOP_S = 3.0
 KILL_S = 2.0
 """How long the mover may take to end after it was killed. It does not end while a call of its storage hangs in the
 kernel."""
+_REPORTS = msgspec.msgpack.Decoder(MoverReport)
+"""Made while nothing waits for the server: it takes milliseconds."""
 PROGRAM = (sys.executable, "-m", "kvdock.tiers.mover")
 
 
@@ -81,11 +83,10 @@ class MoverProcess:
 
     async def _receive(self, process: Process) -> None:
         assert process.stdout is not None
-        decoder = msgspec.msgpack.Decoder(MoverReport)
         try:
             while True:
                 (length,) = FRAME_HEAD.unpack(await process.stdout.readexactly(FRAME_HEAD.size))
-                report = decoder.decode(await process.stdout.readexactly(length))
+                report = _REPORTS.decode(await process.stdout.readexactly(length))
                 self._client.follow(report)
                 await self._client.tell_routers(report.known)
                 await next_slice()  # else all that has come already would be followed in one turn

@@ -9,8 +9,6 @@ import asyncio
 import gc
 import hashlib
 import itertools
-import subprocess
-import sys
 import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterator
@@ -637,14 +635,3 @@ def test_why_chunks_are_missing_is_looked_into_for_so_many_runs_of_them(rig: Rig
     assert len(found) == MOST_RUNS and found[-1][0] == MAX_KEYS
     assert found[:3] == [(1, "never_stored"), (2, "deleted"), (3, "never_stored")]
     assert asyncio.run(missing(never)) == [(MAX_KEYS, "never_stored")]
-
-
-def test_what_the_first_call_of_a_route_makes_python_compile_is_there_before_the_server_is_ready() -> None:
-    """In a process of its own: what is there stays, and so do its settings for garbage."""
-    program = (
-        "import asyncio, linecache; from kvdock.api import server; from kvdock.api.tiers import process\n"
-        "asyncio.run(server._settle())\n"
-        "print(server.__file__ in linecache.cache, process._REPORTS.type.__name__)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["True", "MoverReport"]

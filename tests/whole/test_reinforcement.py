@@ -70,10 +70,11 @@ def test_in_each_step_one_engine_computes_a_prompt_once_for_all_samples_and_the_
     computed = SHARED_TOKENS + PROMPTS * OWN_TOKENS + (requests - PROMPTS) * TAIL_TOKENS
     own = requests * (SHARED_TOKENS + OWN_TOKENS) - computed
     for said in training_story.steps:
-        assert said["prompt_tokens"] == [
-            {"computed": computed, "loaded": 0, "own_cache": own},
-            {"computed": computed - WHOLE_TOKENS, "loaded": WHOLE_TOKENS, "own_cache": own},
-        ]
+        first, second = said["prompt_tokens"]
+        assert first == {"computed": computed, "loaded": 0, "own_cache": own}
+        again = second["loaded"] - WHOLE_TOKENS  # by requests that came while what they share was being loaded
+        assert second == {"computed": computed - WHOLE_TOKENS, "loaded": WHOLE_TOKENS + again, "own_cache": own - again}
+        assert again >= 0 and again % 128 == 0
 
 
 def test_after_each_step_the_pool_gives_back_what_the_old_weights_had(training_story: Training) -> None:

@@ -84,7 +84,7 @@ def awaited(
         if time.monotonic() - beaten_s > 1.0:
             beaten_s = time.monotonic()
             client.heartbeat(engine.session, s.Heartbeat(member=engine.member))
-        time.sleep(turn_s)
+        time.sleep(turn_s)  # as an engine, which asks again once in a step
     took_s = time.monotonic() - began_s
     if found.lease is not None:
         time.sleep(held_s)
@@ -97,7 +97,7 @@ def wait_until_used(client: Client) -> None:
     while [one.state for one in client.status().tiers] != ["open"]:
         if time.monotonic() > until_s:
             raise RuntimeError(f"the tier is not used: {client.status().tiers}")
-        time.sleep(0.1)
+        time.sleep(0.1)  # between two looks
 
 
 def measure(rounds: int) -> dict[str, list[float]]:

@@ -63,7 +63,8 @@ void hash_padding(const CpuPath& path, const ChecksumKeys& keys, size_t used, St
 
 namespace {
 
-// Hashes one stripe, of which the part has `bytes`, and copies them to `to` in the same pass; null: copies nothing.
+// Hashes one stripe of a part, which may end after `bytes`. Copies these bytes to `to` in the same pass, if `to` is not
+// null.
 StripeSums take_stripe(const CpuPath& path, const ChecksumKeys& keys, const char* from, char* to, size_t bytes) {
   const SpanLoop loop = to == nullptr ? path.hash : path.copy;
   StripeSums sums{};

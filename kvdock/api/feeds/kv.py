@@ -614,7 +614,7 @@ class KvLog:
 
     def _make_room(self) -> None:
         """Forgets chunks of the pool until the rest fits into the memory for KV events. The tenant that has most of
-        this memory gives up its oldest chunks, and its readers are told that these are gone."""
+        this memory gives up its oldest chunks. Its readers are told that these chunks are gone."""
         while self._room.is_over:
             log, items = max(self._logs, key=lambda one: one.there_bytes), list[tuple[Source, Item]]()
             next_bytes = max((one.there_bytes for one in self._logs if one is not log), default=0)

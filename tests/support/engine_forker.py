@@ -58,7 +58,7 @@ def _run_engine(
     os._exit(0)
 
 
-def answers() -> Callable[[Said], None]:
+def answers() -> Callable[[Any], None]:
     """What writes answers to stdout, a line each. What libraries print there goes to stderr from now on."""
     to = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

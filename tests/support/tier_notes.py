@@ -1,11 +1,12 @@
-"""What a tier in memory needs to take part in clears: its notes."""
+"""What tiers in memory need to take part in clears."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kvdock.tiers.notes import Change, Note
-from kvdock.tiers.tier import Deadline
+from kvdock.tiers.record import PartName
+from kvdock.tiers.tier import Deadline, Outcome, Usage
 
 
 class KeptNotes:
@@ -26,3 +27,15 @@ class KeptNotes:
 
     def namespaces(self, deadline: Deadline) -> list[bytes]:
         return list(self.notes_kept)
+
+
+class BareTier(KeptNotes):
+    """The verbs that tests of loads and notes seldom look at: deletions succeed, and nothing takes space."""
+
+    def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
+        return [Outcome.DONE] * len(names)
+
+    def usage(self) -> Usage:
+        return Usage(0, 0, 0, 0)
+
+    def close(self, deadline: Deadline) -> None: ...

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 from api_helpers import ServerProcess, eventually
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
-from tier_notes import KeptNotes
+from tier_notes import BareTier
 from tier_server import PART, POOL, POOL_CHUNKS
 
 from kvdock.protocol.mover_schemas import Generation, Promise
@@ -23,7 +23,7 @@ from kvdock.tiers.mover.namespaces import NamespaceSession
 from kvdock.tiers.mover.tier_handle import ABSENT_TIMES, MOST_ABSENT_S, Absent, TierHandle
 from kvdock.tiers.record import PartName
 from kvdock.tiers.stores.peers.tier import CALL_S
-from kvdock.tiers.tier import AT_STORE, Coming, Deadline, Loaded, Outcome, Place, ToLoad, ToStore, Usage
+from kvdock.tiers.tier import AT_STORE, Coming, Deadline, Loaded, Outcome, Place, ToLoad, ToStore
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
 
@@ -31,7 +31,7 @@ BATCH = AHEAD_BATCH_BYTES // PART
 """Chunks that come together ahead of requests."""
 
 
-class HeldTier(KeptNotes):
+class HeldTier(BareTier):
     """It has every chunk. A load waits until the test sets the event of its first key."""
 
     name = "memory"
@@ -60,12 +60,6 @@ class HeldTier(KeptNotes):
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         return [Outcome.FULL] * len(parts)
-
-    def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
-        return [Outcome.DONE] * len(names)
-
-    def usage(self) -> Usage:
-        return Usage(0, 0, 0, 0)
 
     def close(self, deadline: Deadline) -> None:
         for event in self.held.values():

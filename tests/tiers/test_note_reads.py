@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from api_helpers import eventually
 from tier_helpers import Parts
-from tier_notes import KeptNotes
+from tier_notes import BareTier
 
 from kvdock.tiers.mover.note_reads import NoteReads
 from kvdock.tiers.mover.tier_handle import TierHandle
 from kvdock.tiers.notes import Note, raises
 from kvdock.tiers.record import PartName
-from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
+from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
 
@@ -23,7 +23,7 @@ SPACE = bytes(32)
 AT_ONCE = 7
 
 
-class HeldTier(KeptNotes):
+class HeldTier(BareTier):
     """`began`: how many reads have begun; each goes on once `goes_on` is set, with the note as it was when it began.
     `fails`: the numbers of those that fail."""
 
@@ -54,12 +54,6 @@ class HeldTier(KeptNotes):
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         return [Outcome.DONE] * len(parts)
-
-    def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
-        return [Outcome.DONE] * len(names)
-
-    def usage(self) -> Usage:
-        return Usage(0, 0, 0, 0)
 
     def close(self, deadline: Deadline) -> None:
         self.goes_on.set()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from api_helpers import PATIENCE_S, eventually
-from tier_notes import KeptNotes
+from tier_notes import BareTier
 
 from kvdock.protocol.mover_schemas import Generation, Order, OrderDone
 from kvdock.tiers.mover.agreement import LONGEST_RETRY_S, RETRY_S, Agreement, AgreementObserver
@@ -26,7 +26,6 @@ from kvdock.tiers.tier import (
     TierError,
     ToLoad,
     ToStore,
-    Usage,
 )
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
@@ -34,7 +33,7 @@ pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
 AWAY, OTHER = b"\1" * 32, b"\2" * 32
 
 
-class Reluctant(KeptNotes):
+class Reluctant(BareTier):
     """It has nothing, and changes no note of AWAY while `error` is set."""
 
     name, poll_s = "memory", 0.05
@@ -70,14 +69,6 @@ class Reluctant(KeptNotes):
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         return [Outcome.FULL] * len(parts)
-
-    def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
-        return [Outcome.DONE] * len(names)
-
-    def usage(self) -> Usage:
-        return Usage(0, 0, 0, 0)
-
-    def close(self, deadline: Deadline) -> None: ...
 
 
 class Rig:

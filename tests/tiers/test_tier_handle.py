@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import pytest
 from tier_helpers import Part, Parts, eventually
-from tier_notes import KeptNotes
+from tier_notes import BareTier
 
 from kvdock.tiers.mover.tier_handle import (
     ENOUGH_BYTES,
@@ -29,7 +29,7 @@ from kvdock.tiers.mover.tier_handle import (
 )
 from kvdock.tiers.notes import Change, Note, raises
 from kvdock.tiers.record import PartName, Record
-from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore, Usage
+from kvdock.tiers.tier import Deadline, Loaded, Outcome, TierError, ToLoad, ToStore
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(60)]
 
@@ -43,7 +43,7 @@ class Clock:
         return self.now_s
 
 
-class MemoryTier(KeptNotes):
+class MemoryTier(BareTier):
     """A load takes a second. `outcome`: of all that it is asked for. `hangs`: the verbs that do not return before
     `goes_on` is set."""
 
@@ -70,12 +70,6 @@ class MemoryTier(KeptNotes):
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         self._stands("store")
         return [self.outcome] * len(parts)
-
-    def delete(self, names: Sequence[PartName], deadline: Deadline) -> list[Outcome]:
-        return [Outcome.DONE] * len(names)
-
-    def usage(self) -> Usage:
-        return Usage(0, 0, 0, 0)
 
     def close(self, deadline: Deadline) -> None:
         self.goes_on.set()

@@ -125,11 +125,11 @@ def serve(role: str, gpu: str, backend: str, model: str, address: str, folder: s
                 **(where and where | {"bootstrap_room": job["room"]}),
             )
         except Exception as error:  # whatever ended the request is told
-            answer([f"{type(error).__name__}: {error}", 0])  # type: ignore[arg-type]  # JSON, as well
+            answer([f"{type(error).__name__}: {error}", 0])
             continue
         about = said["meta_info"]
         tokens = [[token, float(p).hex()] for p, token, _ in about["output_token_logprobs"]]
-        answer([tokens, about["cached_tokens"]])  # type: ignore[arg-type]  # JSON, as well
+        answer([tokens, about["cached_tokens"]])
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class PartWorth {
  private:
   static constexpr unsigned kKinds = kMostUses + 1;
   static constexpr double kNear = 0.5, kFar = 1.5;  // the ages from which it learns, as shares of the bar
-  static constexpr double kGuess = 50;              // uses; until a kind has more of them, it is taken to be like the others
+  static constexpr double kGuess = 50;  // uses; until a kind has more of them, it is taken to be like the others
   static constexpr double kStep = 0.05, kFade = 0.97, kMostSpeed = 4;
 
   bool is_near_bar(unsigned uses, uint64_t age) const {

@@ -5,11 +5,10 @@
     python -m bench.tiers --json --path FOLDER --url URL       an existing store; chunks that it stores are deleted
 
 disk_store_gb_s, disk_load_gb_s, fio_write_gb_s, fio_read_gb_s, disk_store_share, disk_load_share: the tier and fio
-(O_DIRECT, psync, eight jobs, preallocated files) take turns in going first; a share of 1.0 means as fast as fio. fio
-moves 4 MiB in a call, the same 32 MiB of memory again and again: the processor's caches have them, so that may be
-quicker. fio_whole_write_gb_s, fio_whole_read_gb_s, disk_store_share_of_whole, disk_load_share_of_whole: each job of fio
-moves its whole file in one call, so all have as much memory as the tier stores and loads.
-plain_write_gb_s, disk_store_share_of_plain: plain writes of the memory that the tier stores (bench/tiers/disk.py).
+(O_DIRECT, psync, eight jobs, preallocated files) take turns in going first; a share of 1.0 means as fast as fio.
+fio_huge_write_gb_s, fio_huge_read_gb_s, disk_store_share_of_huge, disk_load_share_of_huge: fio with huge pages, as the
+pool's memory has them where the kernel gives them. plain_write_gb_s, disk_store_share_of_plain: plain writes of the
+memory that the tier stores (bench/tiers/disk.py).
 disk_store_spread and others that end so: the quickest of the rounds, divided by the slowest. What fio's and those of
 plain writes are above 1 is the machine's, not the tier's.
 redis_, objects_ (files in a folder), objects_s3_ (an S3 server in Python) and mooncake_: store_gb_s and load_gb_s. A

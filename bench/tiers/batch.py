@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import mmap
+import os
 import random
+import secrets
 import time
 
+from kvdock._core import Mapping
+from kvdock.shm import objects
 from kvdock.shm.checksum import checksum
 from kvdock.tiers.record import PartName, Record
 from kvdock.tiers.tier import Deadline, Outcome, Tier, ToLoad, ToStore
@@ -15,11 +18,23 @@ SIZES_MIB = (2, 4, 8, 16, 32)
 LIMIT_S = 300.0
 
 
+def pool_memory(size_bytes: int) -> Mapping:
+    """As a server makes the memory of a pool, but without a name: how many pages it has in one piece decides how fast
+    storage reads and writes it. Raises PoolTooSmall."""
+    name = objects.segment_name(secrets.randbits(64), 0, secrets.randbits(64))
+    fd = objects.create(name, size_bytes)
+    try:
+        objects.unlink(name)
+        return Mapping(fd, size_bytes)
+    finally:
+        os.close(fd)
+
+
 class Batch:
-    """Parts of all sizes, `mib` in sum, in one piece of shared memory: once to store, once to load into."""
+    """Parts of all sizes, `mib` in sum, in one piece of a pool's memory: once to store, once to load into."""
 
     def __init__(self, mib: int, seed: int) -> None:
-        self._memory = mmap.mmap(-1, 2 * mib * MIB)  # pages of shared memory, without a name
+        self._memory = pool_memory(2 * mib * MIB)
         view, draw = memoryview(self._memory), random.Random(seed)
         for begin in range(0, mib * MIB, MIB):
             view[begin : begin + MIB] = draw.randbytes(MIB)

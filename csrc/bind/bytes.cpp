@@ -17,6 +17,7 @@
 #include "base/decoding_cost.h"
 #include "base/errors.h"
 #include "segment/header.h"
+#include "segment/huge_pages.h"
 #include "segment/liveness.h"
 #include "segment/mapping.h"
 
@@ -85,6 +86,9 @@ void bind_mapping(py::module_& m) {
            "False when the object has become shorter than the mapping: access would raise SIGBUS.")
       .def("advise_huge", &Mapping::advise_huge)
       .def("close", close_mapping);
+  m.def("allocate_huge", &allocate_huge, "fd"_a, "bytes"_a, Nogil(),
+        "Allocates the beginning of a new, empty object in huge pages, as far as the kernel gives them quickly; returns "
+        "how many bytes. What is behind is the caller's to allocate.");
 }
 
 void bind_liveness(py::module_& m) {
@@ -129,6 +133,7 @@ py::typing::Tuple<py::str, py::typing::Dict<py::str, py::int_>> read_header(cons
 void bind_segment_header(py::module_& m) {
   m.attr("SEGMENT_VERSION") = kSegmentVersion;
   m.attr("SEGMENT_HEADER_BYTES") = kSegmentHeaderBytes;
+  m.attr("HUGE_PAGE_BYTES") = kHugePageBytes;
   m.attr("SLOT_ALIGN") = kSlotAlign;
   m.def("segment_header_write", write_header, "mapping"_a, "pool_id"_a, "segment"_a, "data_offset"_a,
         "Writes the header, version last (release).");

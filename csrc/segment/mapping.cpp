@@ -1,6 +1,7 @@
 #include "segment/mapping.h"
 #include "base/os_error.h"
 #include "base/pause.h"
+#include "segment/huge_pages.h"
 
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -26,14 +27,15 @@ Mapping::Mapping(int fd, size_t bytes, bool writable) : data_(nullptr), bytes_(b
   if (bytes == 0 || size_t(st.st_size) < bytes)
     throw std::invalid_argument("mapping: found an object of " + std::to_string(st.st_size) +
                                 " bytes, wanted at least " + std::to_string(bytes ? bytes : 1));
-  void* p = mmap(nullptr, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED, fd, 0);
-  if (p == MAP_FAILED) fail_errno("mmap");
+  void* p = reserve_aligned(bytes);  // so that a huge page of the object is one in the page table, too
+  if (p == nullptr) fail_errno("mmap");
+  const bool mapped = mmap(p, bytes, PROT_READ | (writable ? PROT_WRITE : 0), MAP_SHARED | MAP_FIXED, fd, 0) == p;
   // Not for children, and not for core dumps: they would hold everybody's prompts, and be as large as the pool.
-  if (madvise(p, bytes, MADV_DONTFORK) != 0 || madvise(p, bytes, MADV_DONTDUMP) != 0) {
+  if (!mapped || madvise(p, bytes, MADV_DONTFORK) != 0 || madvise(p, bytes, MADV_DONTDUMP) != 0) {
     const int error = errno;
     munmap(p, bytes);
     errno = error;
-    fail_errno("madvise(MADV_DONTFORK, MADV_DONTDUMP)");
+    fail_errno(mapped ? "madvise(MADV_DONTFORK, MADV_DONTDUMP)" : "mmap");
   }
   data_ = static_cast<char*>(p);
   KVDOCK_PAUSE("map.mapped");

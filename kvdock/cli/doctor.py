@@ -48,7 +48,7 @@ from kvdock.protocol.access import ADDRESS_VARIABLE, TOKEN_FILE_VARIABLE, Privat
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.reports import REMEDIES, Verdict
 from kvdock.shm.errors import ForeignObject, ShmError
-from kvdock.shm.objects import foreign_objects, pool_objects
+from kvdock.shm.objects import foreign_objects, gives_huge_pages, pool_objects
 from kvdock.tiers.mover.opening import try_to_open
 
 _STYLES = {"ok": "green", "note": "yellow", "problem": "bold red"}
@@ -475,11 +475,14 @@ def _file_system(machine: Machine) -> str:
 def _huge_pages(machine: Machine) -> Finding:
     path = machine.sys / "kernel/mm/transparent_hugepage/shmem_enabled"
     chosen = re.search(r"\[(\w+)\]", _text(path))
+    if gives_huge_pages(machine.shm_dir):
+        return Finding("huge pages", "ok", "the kernel gives them for shared memory")
     if chosen is None:
         return Finding("huge pages", "note", f"{path} does not exist, so shared memory has small pages")
     if chosen[1] in ("never", "deny"):
         return Finding(
-            "huge pages", "note", f"{chosen[1]} for shared memory", f"for faster copies: echo advise > {path} (as root)"
+            "huge pages", "note", f"{chosen[1]} for shared memory, and a try got none",
+            f"for faster copies: Linux 6.1, or echo advise > {path} (as root)",
         )
     return Finding("huge pages", "ok", f"{chosen[1]} for shared memory")
 

@@ -30,7 +30,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, Literal, get_args
 
-from kvdock._core import Mapping
+from kvdock._core import HUGE_PAGE_BYTES, Mapping, allocate_huge
 from kvdock.shm.errors import ForeignObject, PoolTooSmall
 
 SHM_DIR: Final = Path("/dev/shm")
@@ -148,12 +148,14 @@ def segment_names(pool_id: int, shm_dir: Path = SHM_DIR) -> Iterator[tuple[int, 
 
 
 def create(name: str, size_bytes: int) -> int:
-    """A new object, mode 0600, all of `size_bytes` allocated; returns its descriptor.
+    """A new object, mode 0600, all of `size_bytes` allocated, in huge pages where the kernel gives them; returns its
+    descriptor.
 
     Raises FileExistsError when the name is taken, PoolTooSmall when memory runs out (then the name is removed).
     """
     fd = os.open(_path(name), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
+        allocate_huge(fd, size_bytes)
         allocate(fd, size_bytes, name)
     except BaseException:
         os.close(fd)
@@ -173,6 +175,18 @@ def allocate(fd: int, size_bytes: int, name: str) -> None:
         raise PoolTooSmall(
             f"shared memory for {name}", found=there.f_bavail * there.f_frsize, wanted=size_bytes
         ) from error
+
+
+def gives_huge_pages(shm_dir: Path = SHM_DIR) -> bool:
+    """Whether a new object would get huge pages, which is tried with one without a name."""
+    try:
+        fd = os.open(shm_dir, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return False
+    try:
+        return allocate_huge(fd, HUGE_PAGE_BYTES) == HUGE_PAGE_BYTES
+    finally:
+        os.close(fd)
 
 
 def open_existing(name: str, trusted_uid: int = NOBODY) -> int:

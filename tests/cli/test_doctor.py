@@ -10,6 +10,7 @@ import socket
 import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from kvdock.datapath.cuda import CopyTuning
 from kvdock.datapath.tuning import Calibration, Geometry, save_calibration
 from kvdock.protocol.outcomes import Outcome
 from kvdock.protocol.schemas import ReportMismatch
-from kvdock.shm.objects import lock_path
+from kvdock.shm.objects import gives_huge_pages, lock_path
 
 CHECKS = {"kvdock", "settings", "server", "access", "extension", "GPU kernels", "GPU copies", "shared memory",
           "control group", "huge pages", "open files", "locked memory", "GPU", "nvcc", "packing", "pools"}
@@ -258,7 +259,7 @@ def test_a_pool_whose_server_was_killed_is_noted_until_the_next_server_has_it(tm
 
 def test_a_machine_without_gpu_driver_and_nvcc_is_no_problem(tmp_path: Path) -> None:
     found = examined(machine_of(tmp_path, {}), tmp_path)
-    assert {found[check].level for check in ("GPU", "nvcc", "huge pages")} == {"note"}
+    assert {found[check].level for check in ("GPU", "nvcc")} == {"note"}
     assert found["GPU"].found.startswith("none") and found["nvcc"].found.startswith("none")
 
 
@@ -285,8 +286,10 @@ def test_a_driver_that_does_not_work_is_a_note_with_its_words(tmp_path: Path) ->
 ])
 def test_huge_pages_of_shared_memory(tmp_path: Path, chosen: str, level: str) -> None:
     machine = machine_of(tmp_path, {"sys/kernel/mm/transparent_hugepage/shmem_enabled": chosen})
-    found = examined(machine, tmp_path)["huge pages"]
+    without = replace(machine, shm_dir=tmp_path)  # no file system in memory
+    found = examined(without, tmp_path)["huge pages"]
     assert found.level == level and bool(found.advice) == (level == "note")
+    assert (examined(machine, tmp_path)["huge pages"].level == "ok") == (gives_huge_pages() or level == "ok")
 
 
 @pytest.mark.parametrize("version", [1, 2])

@@ -18,9 +18,9 @@ DISK = {
     "plain_write_spread", "disk_store_share_of_plain",
 }
 FIO = {
-    f"{kind}_{what}_{figure}" for kind in ("fio", "fio_whole") for what in ("write", "read")
+    f"{kind}_{what}_{figure}" for kind in ("fio", "fio_huge") for what in ("write", "read")
     for figure in ("gb_s", "spread")
-} | {f"disk_{what}_share{ending}" for what in ("store", "load") for ending in ("", "_of_whole")}
+} | {f"disk_{what}_share{ending}" for what in ("store", "load") for ending in ("", "_of_huge")}
 LOOKUPS = {
     "lookup_512_idle_tier_ms", "lookup_512_no_tier_ms", "lookup_ratio_under_load", "lookup_ratio_beside_other_work",
 }

@@ -18,7 +18,7 @@ namespace kvdock {
 namespace {
 
 constexpr size_t kStepBytes = size_t(64) << 20;  // a call of the kernel waits for all processors once
-constexpr double kMostSecondsPerByte = 3.0 / (1 << 30);  // .06 as a rule; 2.3 where a host gives a guest its memory late
+constexpr double kMostSecondsPerByte = 3.0 / (1 << 30);  // .06 as a rule; 2.3 where a host gives its guest memory late
 
 // One page in each huge page of the range, since the kernel makes none where nothing is.
 bool begin_each(int fd, size_t begin, size_t end) {

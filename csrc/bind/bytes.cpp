@@ -87,8 +87,8 @@ void bind_mapping(py::module_& m) {
       .def("advise_huge", &Mapping::advise_huge)
       .def("close", close_mapping);
   m.def("allocate_huge", &allocate_huge, "fd"_a, "bytes"_a, Nogil(),
-        "Allocates the beginning of a new, empty object in huge pages, as far as the kernel gives them quickly; returns "
-        "how many bytes. What is behind is the caller's to allocate.");
+        "Allocates the beginning of a new, empty object in huge pages, as far as the kernel gives them quickly. "
+        "Returns how many bytes; the caller allocates what is behind.");
 }
 
 void bind_liveness(py::module_& m) {

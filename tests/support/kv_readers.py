@@ -61,11 +61,11 @@ class ZmqReader:
         self._context = zmq.Context()
         self._sub, self._dealer = self._context.socket(zmq.SUB), self._context.socket(zmq.DEALER)
         self._sub.subscribe(topic)
+        self._monitor = self._sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)  # before the handshake can be over
         self._sub.connect(str(server.settings["kv_events_endpoint"]))
         self._dealer.connect(str(server.settings["kv_events_replay_endpoint"]))
         for socket in (self._sub, self._dealer):
             socket.set(zmq.RCVTIMEO, 20_000)
-        self._monitor = self._sub.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         assert self.is_connected(20_000)
 
     def is_connected(self, wait_ms: int = 0) -> bool:

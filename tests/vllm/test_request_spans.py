@@ -155,7 +155,8 @@ def test_all_that_kvdock_did_for_a_request_stands_under_vllms_span_of_it(
             assert lies_within(under["lookup"], own)
             # A load ends when its lease has been given back, for which no request waits.
             assert own["start_ns"] - SKEW_NS <= under.get("load", own)["start_ns"] <= own["end_ns"]
-            assert own["start_ns"] <= under.get("store", own)["start_ns"] <= own["end_ns"]
+            # A store may begin later still: vLLM's span ends with the answer, whatever the engine has left to do.
+            assert own["start_ns"] <= under.get("store", own)["start_ns"]
         assert {name: len(found) for name, found in by_id.items()} == {stores: 1, loads: 1, alone: 1, twice: 2}
         assert unsampled not in by_id
         ((first, stored),), ((second, loaded),), ((root, of_root),) = by_id[stores], by_id[loads], by_id[alone]

@@ -14,8 +14,8 @@
   longest_lookup_work_ms_beside_start, longest_lookup_work_ms_beside_nothing: the longest of what lookups took less the
   time in which client or server could run and waited for a processor, as the kernel counts it. Python collects no
   garbage of the client meanwhile: what this benchmark has imported is not the server's.
-  longest_lookup_server_ms_beside_start, longest_lookup_server_ms_beside_nothing: the most processor time that the
-  thread of the server's event loop took during a lookup, for whatever it did: the server's part in that wait.
+  longest_turn_ms_beside_start, longest_turn_ms_beside_nothing: the longest turn of the server's event loop meanwhile,
+  by its processor time (bench/floods/turns.py): the server's part in that wait.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ import gc
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
+from bench.floods.turns import LongestTurn
 from bench.serving import Engine, ServerProcess, chain
 from bench.tiers import stores
 from bench.tiers.far import awaited, wait_until_used
@@ -184,25 +185,16 @@ def open_1tb(folder: Path, newest: PartName) -> dict[str, float]:
     return {"open_1tb_first_hit_s": seconds, "open_1tb_bytes_per_record": each}
 
 
-class Schedule(NamedTuple):
-    """Of main threads, in seconds."""
-
-    ran_s: float
-    waited_s: float
-    """They could run, and waited for a processor."""
-
-
-class Scheduled:
-    """What the kernel counts of the main threads of processes."""
+class Waits:
+    """How long the main threads of processes could run and waited for a processor."""
 
     def __init__(self, stack: ExitStack, *processes: int) -> None:
         self._files = [os.open(f"/proc/{process}/schedstat", os.O_RDONLY) for process in processes]
         for file in self._files:
             stack.callback(os.close, file)
 
-    def so_far(self) -> list[Schedule]:
-        fields = (os.pread(file, 100, 0).split() for file in self._files)
-        return [Schedule(int(ran) / 1e9, int(waited) / 1e9) for ran, waited, _ in fields]
+    def so_far_s(self) -> float:
+        return sum(int(os.pread(file, 100, 0).split()[1]) for file in self._files) / 1e9
 
 
 def beside_start(folder: Path | None, name: str) -> dict[str, float]:
@@ -210,23 +202,23 @@ def beside_start(folder: Path | None, name: str) -> dict[str, float]:
     settings: dict[str, object] = {"pool_bytes": 16 * MIB, "missed_heartbeats": 1000}
     settings |= {"disk_path": str(folder), "disk_bytes": TIB} if folder else {}
     with ExitStack() as stack:
-        server = stack.enter_context(ServerProcess("serve", **settings))
+        turns = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "turns"
+        longest_turn = LongestTurn(turns)
+        server = stack.enter_context(ServerProcess("measured", turns_file=str(turns), **settings))
         client = stack.enter_context(Client(server.unix))
         engine = stack.enter_context(closing(Engine(client, "start", 4096)))
         keys, longest_s, until_s, is_open = chain(64, "start"), 0.0, time.monotonic() + OPENED_S, False
-        scheduled, longest_work_s, longest_server_s = Scheduled(stack, server.pid, os.getpid()), 0.0, 0.0
+        waits, longest_work_s = Waits(stack, server.pid, os.getpid()), 0.0
         engine.store(keys)
         gc.disable()
         stack.callback(gc.enable)
         while time.monotonic() < until_s:
             for _ in range(100):
-                before, began_s = scheduled.so_far(), time.monotonic()
+                before_s, began_s = waits.so_far_s(), time.monotonic()
                 engine.look_up(keys)
                 took_s = time.monotonic() - began_s
-                after = scheduled.so_far()
-                waited_s = sum(now.waited_s - then.waited_s for now, then in zip(after, before, strict=True))
-                longest_s, longest_work_s = max(longest_s, took_s), max(longest_work_s, took_s - waited_s)
-                longest_server_s = max(longest_server_s, after[0].ran_s - before[0].ran_s)
+                longest_s = max(longest_s, took_s)
+                longest_work_s = max(longest_work_s, took_s - (waits.so_far_s() - before_s))
             engine.beat()
             if not is_open and (not folder or any(tier.state == "open" for tier in client.status().tiers)):
                 is_open, until_s = True, time.monotonic() + TOLD_S
@@ -235,7 +227,7 @@ def beside_start(folder: Path | None, name: str) -> dict[str, float]:
     return {
         f"longest_lookup_ms_beside_{name}": longest_s * 1e3,
         f"longest_lookup_work_ms_beside_{name}": longest_work_s * 1e3,
-        f"longest_lookup_server_ms_beside_{name}": longest_server_s * 1e3,
+        f"longest_turn_ms_beside_{name}": longest_turn.read().cpu_ms,
     }
 
 

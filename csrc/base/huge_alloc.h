@@ -12,7 +12,7 @@
 
 namespace kvdock {
 
-constexpr size_t kHugePage = 2u << 20;
+constexpr size_t kHugePage = 2u << 20;  // of x86-64, and of arm64 with pages of 4 KiB
 
 // Asks for the whole huge pages between both: advice only, it works without them, too.
 inline void advise_huge(const void* begin, const void* end) {

@@ -133,7 +133,7 @@ py::typing::Tuple<py::str, py::typing::Dict<py::str, py::int_>> read_header(cons
 void bind_segment_header(py::module_& m) {
   m.attr("SEGMENT_VERSION") = kSegmentVersion;
   m.attr("SEGMENT_HEADER_BYTES") = kSegmentHeaderBytes;
-  m.attr("HUGE_PAGE_BYTES") = kHugePageBytes;
+  m.attr("HUGE_PAGE_BYTES") = kHugePage;
   m.attr("SLOT_ALIGN") = kSlotAlign;
   m.def("segment_header_write", write_header, "mapping"_a, "pool_id"_a, "segment"_a, "data_offset"_a,
         "Writes the header, version last (release).");

@@ -23,7 +23,7 @@ constexpr double kMostSecondsPerByte = 3.0 / (1 << 30);  // .06 as a rule; 2.3 w
 // One page in each huge page of the range, since the kernel makes none where nothing is.
 bool begin_each(int fd, size_t begin, size_t end) {
   const off_t page = off_t(sysconf(_SC_PAGESIZE));
-  for (size_t at = begin; at < end; at += kHugePageBytes)
+  for (size_t at = begin; at < end; at += kHugePage)
     if (fallocate(fd, 0, off_t(at), page) != 0) return false;
   return true;
 }
@@ -44,12 +44,12 @@ bool has_space(int fd, size_t bytes) {
 }  // namespace
 
 char* reserve_aligned(size_t bytes) {
-  const size_t whole = bytes + kHugePageBytes;
+  const size_t whole = bytes + kHugePage;
   void* p = mmap(nullptr, whole, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED) return nullptr;
   char* const from = static_cast<char*>(p);
   const uintptr_t address = reinterpret_cast<uintptr_t>(p);
-  const size_t before = (kHugePageBytes - address % kHugePageBytes) % kHugePageBytes;
+  const size_t before = (kHugePage - address % kHugePage) % kHugePage;
   const size_t page = size_t(sysconf(_SC_PAGESIZE));
   const size_t used = (bytes + page - 1) / page * page;
   if (before != 0) munmap(from, before);
@@ -58,7 +58,7 @@ char* reserve_aligned(size_t bytes) {
 }
 
 size_t allocate_huge(int fd, size_t bytes) {
-  const size_t whole = bytes / kHugePageBytes * kHugePageBytes;
+  const size_t whole = bytes / kHugePage * kHugePage;
   if (whole == 0 || !has_space(fd, bytes) || ftruncate(fd, off_t(whole)) != 0) return 0;
   char* const data = reserve_aligned(whole);
   if (data == nullptr) return 0;

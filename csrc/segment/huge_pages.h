@@ -2,11 +2,11 @@
 // distributions. Storage reads and writes such memory faster, and it is there in a fifth of the time.
 #pragma once
 
+#include "base/huge_alloc.h"
+
 #include <cstddef>
 
 namespace kvdock {
-
-constexpr size_t kHugePageBytes = size_t(2) << 20;  // of x86-64, and of arm64 with pages of 4 KiB
 
 // Allocates the beginning of a new, empty object in huge pages, as far as the kernel gives them within three seconds a
 // GiB; returns how many bytes. They are zero. The caller allocates what is behind, where single pages may be there, and

@@ -69,7 +69,7 @@ WEEKS = {
     "cpu_load_s_per_gb_64k", "cpu_s_per_gb_64k", "open_1tb_first_hit_s", "open_1tb_bytes_per_record",
     "longest_lookup_ms_beside_start", "longest_lookup_ms_beside_nothing",
     "longest_lookup_work_ms_beside_start", "longest_lookup_work_ms_beside_nothing",
-    "longest_lookup_server_ms_beside_start", "longest_lookup_server_ms_beside_nothing",
+    "longest_turn_ms_beside_start", "longest_turn_ms_beside_nothing",
 }  # fmt: skip
 
 

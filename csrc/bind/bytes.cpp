@@ -177,6 +177,12 @@ uint64_t copy_hashed_buffers(const py::buffer& to, const py::buffer& from, size_
   return copy_hashed(source.data(), target.data(), source.bytes(), first);
 }
 
+uint64_t share_of_checksum_buffer(const py::buffer& data, size_t first) {
+  const Contiguous bytes(data);
+  const py::gil_scoped_release released;
+  return share_of_checksum(bytes.data(), bytes.bytes(), first);
+}
+
 using PlacedPart = std::tuple<uintptr_t, size_t, uint64_t>;  // address, bytes, checksum
 
 // A byte for each part: std::vector<bool> must not be written by several threads.
@@ -247,6 +253,8 @@ void bind_copy(py::module_& m) {
         "Copies all bytes of one buffer to another of that length. Returns their share of the checksum of a part in "
         "which they begin with the stripe `first`, and end with the end of a stripe or of the part. Raises CopyError "
         "when the keys are too short, ValueError when the lengths differ.");
+  m.def("share_of_checksum", share_of_checksum_buffer, "data"_a, py::kw_only(), "first"_a,
+        "As copy_hashed, of bytes that stay where they are. Raises CopyError when the keys are too short.");
   m.def("checksums_match", checksums_match, "parts"_a, py::kw_only(), "threads"_a = 1, Nogil(),
         "For each part (address, bytes, checksum) whether its bytes have the checksum. Addresses are not checked. "
         "Raises CopyError when the keys are too short.");

@@ -81,6 +81,21 @@ StripeSums take_stripe(const CpuPath& path, const ChecksumKeys& keys, const char
   return sums;
 }
 
+// Hashes bytes that begin with the stripe `first` of a part. Copies them to `to` in the same pass, if it is not null.
+uint64_t take_stripes(const char* from, char* to, size_t bytes, size_t first) {
+  const size_t stripes = stripes_of(bytes);
+  const auto keys = checksum_keys(first + stripes);
+  const CpuPath& path = cpu_path();
+  PartSum total(*keys);
+  for (size_t stripe = 0; stripe < stripes; ++stripe) {
+    const size_t start = stripe * kChecksumStripeBytes;
+    char* const into = to == nullptr ? nullptr : to + start;
+    total.add(first + stripe,
+              take_stripe(path, *keys, from + start, into, std::min(bytes - start, kChecksumStripeBytes)));
+  }
+  return total.value();
+}
+
 }  // namespace
 
 uint64_t checksum(const char* data, size_t bytes, size_t first, size_t last) {
@@ -96,20 +111,15 @@ uint64_t checksum(const char* data, size_t bytes, size_t first, size_t last) {
 }
 
 uint64_t copy_hashed(const char* from, char* to, size_t bytes, size_t first) {
-  const size_t stripes = stripes_of(bytes);
-  const auto keys = checksum_keys(first + stripes);
-  const CpuPath& path = cpu_path();
   const bool is_aligned = reinterpret_cast<uintptr_t>(to) % 16 == 0;
   if (!is_aligned) std::memcpy(to, from, bytes);
-  PartSum total(*keys);
-  for (size_t stripe = 0; stripe < stripes; ++stripe) {
-    const size_t start = stripe * kChecksumStripeBytes;
-    char* const into = is_aligned ? to + start : nullptr;
-    total.add(first + stripe,
-              take_stripe(path, *keys, from + start, into, std::min(bytes - start, kChecksumStripeBytes)));
-  }
+  const uint64_t share = take_stripes(from, is_aligned ? to : nullptr, bytes, first);
   store_fence();
-  return total.value();
+  return share;
+}
+
+uint64_t share_of_checksum(const char* data, size_t bytes, size_t first) {
+  return take_stripes(data, nullptr, bytes, first);
 }
 
 }  // namespace kvdock

@@ -63,4 +63,7 @@ uint64_t checksum(const char* data, size_t bytes, size_t first = 0, size_t last 
 // part in which they begin with the stripe `first`, and end with the end of a stripe or of the part.
 uint64_t copy_hashed(const char* from, char* to, size_t bytes, size_t first);
 
+// The same share of bytes that stay where they are.
+uint64_t share_of_checksum(const char* data, size_t bytes, size_t first);
+
 }  // namespace kvdock

@@ -50,3 +50,9 @@ def copy_hashed(to: memoryview, data: memoryview, at: int = 0) -> int:
     such a multiple or at the part's end. The sum of all shares, modulo CHECKSUM_PRIME, is the part's checksum."""
     ensure_keys(at + data.nbytes)
     return _core.copy_hashed(to, data, first=at // STRIPE_BYTES)
+
+
+def share_of(data: memoryview, at: int) -> int:
+    """As copy_hashed(), of bytes that stay where they are."""
+    ensure_keys(at + data.nbytes)
+    return _core.share_of_checksum(data, first=at // STRIPE_BYTES)

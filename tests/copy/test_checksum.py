@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from kvdock import _core
 from kvdock.datapath.errors import CopyError
-from kvdock.shm.checksum import checksum, copy_hashed, ensure_keys
+from kvdock.shm.checksum import checksum, copy_hashed, ensure_keys, share_of
 
 PRIME = 2**61 - 1
 VECTORS = [(bytes(4096), 0x043ED4A6D9C7888F), (bytes(7 * i % 251 for i in range(10000)), 0x0C7DE3B4AC216971)]
@@ -80,6 +80,7 @@ def test_what_is_copied_is_hashed_as_a_share_of_its_part(data: bytes, shift: int
             shares = [copy_hashed(pages[:edge], source[:edge]), copy_hashed(pages[edge:], source[edge:], edge)]
             assert sum(shares) % PRIME == reference(data), path
             assert memory == b"\xaa" * to + data + b"\xaa" * 70, path
+            assert shares == [share_of(source[:edge], 0), share_of(source[edge:], edge)], path
     finally:
         _core.use_cpu_path("")
 

@@ -76,7 +76,7 @@ def put_steps(armed: Path) -> None:
             at("up.half")
 
     around(Client, "reserve", before=lambda *_: at("up.asked"), after=at, point="up.reserved")
-    for of_a_load in ((DiskTier, "_end_load"), (Wire, "value_into"), (Sink, "take"), (Library, "read")):
+    for of_a_load in ((DiskTier, "_end_load"), (Wire, "value_into"), (Sink, "add"), (Library, "read")):
         around(*of_a_load, after=at, point="up.loading")
     def copies(library: Library, name: str, address: int, length: int, offset: int) -> None:
         """While the copy is made: once an eighth of it has come."""

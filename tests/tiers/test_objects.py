@@ -49,7 +49,7 @@ from kvdock.tiers.notes import begins, deletes
 from kvdock.tiers.record import HEADER_BYTES, VERSION, Record, RecordError
 from kvdock.tiers.stores import objects
 from kvdock.tiers.stores.objects import NOTE_FRESH_S, ObjectTier, StoreLocation, open_location, open_tier
-from kvdock.tiers.stores.objects_loads import RANGE_BYTES, Receiving, Sink, ranges_of
+from kvdock.tiers.stores.objects_loads import RANGE_BYTES, Piece, Receiving, Sink, ranges_of
 from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, ReadOnly, StillRunning, TierError, TierUrlError, ToStore
 
 pytestmark = pytest.mark.tiers
@@ -240,11 +240,11 @@ def test_large_parts_come_in_ranges_from_a_folder(tmp_path: Path, parts: Parts) 
 @given(length=st.integers(1, 200 * MIB), one=st.booleans())
 def test_ranges_are_the_whole_object_and_end_with_stripes(length: int, one: bool) -> None:
     found = ranges_of(length, one=one)
-    assert [begin for begin, _ in found] == [0, *(end for _, end in found[:-1])]
-    assert found[-1][1] == HEADER_BYTES + length
-    assert all((end - HEADER_BYTES) % 4096 == 0 for _, end in found[:-1])
+    assert [some.begin for some in found] == [0, *(some.end for some in found[:-1])]
+    assert found[-1].end == HEADER_BYTES + length and {some.total for some in found} == {found[-1].end}
+    assert all((some.end - HEADER_BYTES) % 4096 == 0 for some in found[:-1])
     assert len(found) == (1 if one or length < 2 * RANGE_BYTES else length // RANGE_BYTES)
-    assert all(begin < end < begin + 2 * RANGE_BYTES + PAGE_BYTES for begin, end in found) or one
+    assert all(some.begin < some.end < some.begin + 2 * RANGE_BYTES + PAGE_BYTES for some in found) or one
 
 
 def test_requests_receive_no_more_at_once_than_was_said() -> None:
@@ -328,15 +328,15 @@ def test_an_object_that_is_replaced_between_two_ranges_is_not_loaded(
 ) -> None:
     first = parts.make(17 * MIB)
     second = parts.make(17 * MIB, first.name)
-    take, taken = Sink.take, list[int]()
+    add, taken = Sink.add, list[int]()
 
-    async def take_and_replace(sink: Any, found: Any, begin: int, end: int) -> None:
+    def add_and_replace(sink: Sink, piece: Piece, share: int) -> None:
         if not taken:
-            taken.append(begin)
+            taken.append(piece.number)
             server.call("PUT", path_of(first), second.record.header() + second.data)
-        await take(sink, found, begin, end)
+        add(sink, piece, share)
 
-    monkeypatch.setattr(Sink, "take", take_and_replace)
+    monkeypatch.setattr(Sink, "add", add_and_replace)
     with opened(f"{server.url}&connections=1") as tier:  # so that one range is asked for after the other
         store_all(tier, [first])
         assert outcomes_of(tier, [first]) == [Outcome.DAMAGED]

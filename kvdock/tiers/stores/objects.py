@@ -28,8 +28,9 @@ from urllib.parse import unquote
 
 from kvdock.tiers.notes import Change, Note, NoteError, name_of_note
 from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of, namespace_of
-from kvdock.tiers.stores.objects_loads import Receiving, Sink, ranges_of
+from kvdock.tiers.stores.objects_loads import Sink, ranges_of
 from kvdock.tiers.stores.objects_owned import OwnedObjects
+from kvdock.tiers.stores.objects_receive import CONNECT_S, SILENCE_S, Receiver
 from kvdock.tiers.stores.objects_requests import NO_PRICES, Prices, Requests
 from kvdock.tiers.stores.urls import TierUrl, existing_file, price, read_url, some_bytes, some_text, whole, yes_or_no
 from kvdock.tiers.tier import (
@@ -119,7 +120,7 @@ class ObjectTier:
         self._can_create = self._can_update = location.can_create
         self._loop = asyncio.new_event_loop()
         self._storing, self._asking = (asyncio.Semaphore(location.connections) for _ in range(2))
-        self._loading = Receiving(location.connections)
+        self._receiver = Receiver(location.store, self._obstore, location.connections, location.authority)
         self._usage = OwnUsage(wears_out=True)
         self.limits, self._owned = location.limits, OwnedObjects(location.store, self._obstore, location.folder)
         self._notes: dict[bytes, _CachedNote] = {}
@@ -152,11 +153,24 @@ class ObjectTier:
         return [isinstance(found, int) for found in self._run_all([ask(name) for name in names], deadline)]
 
     def load(self, parts: Sequence[ToLoad], deadline: Deadline) -> list[Loaded]:
-        def ask(part: ToLoad) -> Callable[[], Awaitable[Loaded]]:
-            return lambda: self._load(part)
+        sinks = [Sink(part.views()) for part in parts]
 
-        found = self._run_all([ask(part) for part in parts], deadline)
+        def ask(part: ToLoad, sink: Sink, url: str | None) -> Callable[[], Awaitable[Loaded]]:
+            return lambda: self._load(part, sink, url)
+
+        try:
+            urls = self._urls([part.name.text() for part in parts], deadline)
+            found = self._run_all([ask(*one) for one in zip(parts, sinks, urls, strict=True)], deadline)
+        finally:
+            have_ended = [sink.close(RELEASE_S) for sink in sinks]
+            if not all(have_ended):
+                raise StillRunning(NAME, "pages are still written to by a load that was cancelled")
         return [Loaded(one) if isinstance(one, Outcome) else one for one in found]
+
+    def _urls(self, paths: Sequence[str], deadline: Deadline) -> Sequence[str | None]:
+        """As Receiver.signed(), for all at once, which costs little more than one."""
+        found = self._run_all([lambda: self._receiver.signed(paths)] if self._location.signs else [], deadline)
+        return [None] * len(paths) if not found or isinstance(found[0], Outcome) else found[0]
 
     def store(self, parts: Sequence[ToStore], deadline: Deadline) -> list[Outcome]:
         if self._location.read_only:
@@ -307,6 +321,7 @@ class ObjectTier:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        self._receiver.close()
 
     def _run_all(
         self, requests: Sequence[Callable[[], Awaitable[T]]], deadline: Deadline, *, changes: bool = False
@@ -451,18 +466,18 @@ class ObjectTier:
         # The write had no condition: of two servers that change the note at the same moment, the first one tries again.
         return after if (await self._note(namespace, use_cached=False))[0] == after else None
 
-    async def _load(self, part: ToLoad) -> Loaded:
-        name, record = part.name, Sink(part.views())
+    async def _load(self, part: ToLoad, sink: Sink, url: str | None) -> Loaded:
+        name = part.name
         ranges = [
-            asyncio.ensure_future(self._range(name.text(), begin, end, HEADER_BYTES + part.length, record))
-            for begin, end in ranges_of(part.length, one=not self._location.ranges)
+            asyncio.ensure_future(self._receiver.load(name.text(), url, wanted, sink))
+            for wanted in ranges_of(part.length, one=not self._location.ranges)
         ]
         try:
             if len(set(await asyncio.gather(*ranges))) > 1:
                 return Loaded(Outcome.DAMAGED)  # another object has replaced it meanwhile
             self._owned.used(name.text())
-            wanted = Record.read_of(bytes(record.header), name, part.length).checksum
-            return Loaded(Outcome.DONE, wanted, record.sums)
+            wanted = Record.read_of(bytes(sink.header), name, part.length).checksum
+            return Loaded(Outcome.DONE, wanted, sink.sums)
         except FileNotFoundError:
             return Loaded(Outcome.MISSING)
         except RecordError:
@@ -475,18 +490,6 @@ class ObjectTier:
             for one in ranges:
                 one.cancel()
             await asyncio.gather(*ranges, return_exceptions=True)
-            record.close()
-
-    async def _range(self, path: str, begin: int, end: int, total: int, record: Sink) -> str | None:
-        """Loads a range of an object of `total` bytes. Returns the object's ETag, if it has one."""
-        options = None if end - begin == total else {"range": (begin, end)}
-        async with self._loading.admitted(end - begin):
-            found = await self._obstore.get_async(self._store, path, options=options)
-            if found.meta["size"] != total:
-                raise RecordError(f"found an object of {found.meta['size']} bytes, wanted {total}")
-            await record.take(found, begin, end)
-            e_tag: str | None = found.meta["e_tag"]
-            return e_tag
 
     async def _put(self, record: Record, views: Sequence[memoryview]) -> Outcome:
         path, value = record.name.text(), [record.header(), *views]
@@ -601,9 +604,6 @@ DAY_S: Final = 86400.0
 UNUSED_DAYS: Final = 30
 """A namespace that no server has served for so long is removed, unless the URL says otherwise: an upgrade or other
 weights have left it."""
-CONNECT_S: Final = 5
-SILENCE_S: Final = 30
-"""A request that has moved no byte for this long has failed, whatever its deadline is."""
 REQUEST_S: Final = 3600
 """Longer than any deadline, so that the deadline ends a request."""
 
@@ -652,7 +652,8 @@ class StoreLocation:
     """`store`: obstore's object. `connections`: how many loads, how many stores, and how many other requests may be in
     progress at once. `can_create`: whether the store can refuse to overwrite an object. `ranges`: whether ranges of an
     object can be requested. `multipart_bytes`: larger objects are uploaded in several requests at once. `folder`: set
-    if the store is a folder of this machine. `limits`: what it may have. `prices`: what its requests cost."""
+    if the store is a folder of this machine. `limits`: what it may have. `prices`: what its requests cost. `signs`:
+    whether obstore signs URLs of the objects, and needs no request for it. `authority`: see Receiver."""
 
     store: Any
     read_only: bool
@@ -663,6 +664,8 @@ class StoreLocation:
     folder: Path | None = None
     limits: Limits = NO_LIMITS
     prices: Prices = NO_PRICES
+    signs: bool = False
+    authority: bytes | None = None
 
 
 def open_location(url: str, stores: Any) -> StoreLocation:
@@ -679,13 +682,19 @@ def open_location(url: str, stores: Any) -> StoreLocation:
         options.pop("bytes", 0), options.pop("tenant_bytes", 0), options.pop("unused_days", UNUSED_DAYS) * DAY_S
     )
     prices = Prices(options.pop("write_price", 0.0), options.pop("read_price", 0.0))
+    authority = options["ca_file"].read_bytes() if "ca_file" in options else None
+    is_signed = not options.get("skip_signature") and not os.environ.get("AWS_SKIP_SIGNATURE")
     try:
         store = _local(found, stores) if scheme == "file" else _remote(found, stores)
     except TierUrlError:
         raise
     except Exception as error:  # obstore raises errors of its own and of Python
         raise TierUrlError(f"{scheme}: wanted a URL that obstore can use: {error}") from error
-    return StoreLocation(store, is_http, create, not is_http, connections, multipart_bytes, folder, limits, prices)
+    return StoreLocation(
+        store, is_http, create, not is_http, connections, multipart_bytes, folder, limits, prices,
+        # For Google's and Azure's, obstore may ask another service to sign, even with skip_signature.
+        signs=scheme == "s3" and is_signed, authority=authority,
+    )
 
 
 def _local(found: TierUrl, stores: Any) -> Any:

@@ -21,7 +21,9 @@ from kvdock.tiers.stores.objects import open_tier
 from kvdock.tiers.tier import Tier
 
 BUCKET = "kvdock-test"
-CREDENTIAL = "me/20260101/us-east-1/s3/aws4_request"
+AUTHORIZATION = (
+    "AWS4-HMAC-SHA256 Credential=me/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+)
 KEYS = {"AWS_ACCESS_KEY_ID": "me", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 
 
@@ -56,7 +58,7 @@ class S3Server(StoreProcess):
     def call(self, method: str, path: str, data: bytes = b"") -> bytes:
         """One request for the bucket's own URL, or one below. The server looks at no signature, but wants one."""
         request = Request(f"http://127.0.0.1:{self.port}/{BUCKET}{path}", data or None, method=method)
-        request.add_header("Authorization", f"AWS4-HMAC-SHA256 Credential={CREDENTIAL}, SignedHeaders=host, Signature=0")
+        request.add_header("Authorization", AUTHORIZATION)
         request.add_header("Content-Type", "application/octet-stream")
         with urlopen(request, timeout=30) as answer:
             body: bytes = answer.read()

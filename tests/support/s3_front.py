@@ -1,4 +1,4 @@
-"""A web server before the S3 server of the tests. It tells requests with a signed URL, which Python's client sends, from
+"""A web server before the S3 server of the tests. It tells requests with a signed URL, which Python sends itself, from
 those of obstore, and can answer the former in its own way."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from objects_subject import BUCKET, CREDENTIAL
+from objects_subject import AUTHORIZATION, BUCKET
 
 ENDS_HERE = frozenset({"connection", "content-length", "date", "server", "transfer-encoding"})
 """Headers that say something of one connection alone."""
@@ -81,7 +81,7 @@ class Request(BaseHTTPRequestHandler):
         headers = {name: value for name, value in self.headers.items() if name.lower() not in ("host", "connection")}
         headers = {name: value for name, value in (headers | changed).items() if value}
         if "X-Amz-Signature" not in self.path:  # one without credentials, too
-            headers["Authorization"] = f"AWS4-HMAC-SHA256 Credential={CREDENTIAL}, SignedHeaders=host, Signature=0"
+            headers["Authorization"] = AUTHORIZATION
         sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         store = http.client.HTTPConnection("127.0.0.1", self.server.to_port, timeout=60)
         try:

@@ -3,6 +3,7 @@ no page is written to once a load has ended."""
 
 from __future__ import annotations
 
+import gc
 import gzip
 import mmap
 import ssl
@@ -174,7 +175,8 @@ SMALL, LARGE = 100_000, 2 * RANGE_BYTES
     (status(307), (SMALL, LARGE)), (status(400), (SMALL, LARGE)), (status(403), (SMALL, LARGE)),
     (status(416), (SMALL, LARGE)), (status(503), (SMALL, LARGE)), (chunked, (SMALL, LARGE)), (packed, (SMALL, LARGE)),
     (ended, (SMALL, LARGE)), (closed, (SMALL, LARGE)), (garbage, (SMALL, LARGE)), (changed(206), (SMALL,)),
-    (changed(200), (LARGE,)), (whole, (LARGE,)), (other_range, (LARGE,)), (changed(Content_Range="bytes"), (LARGE,)),
+    (changed(Content_Encoding="gzip"), (SMALL, LARGE)), (changed(200), (LARGE,)), (whole, (LARGE,)),
+    (other_range, (LARGE,)), (changed(Content_Range="bytes"), (LARGE,)),
 ])  # fmt: skip
 def test_any_other_answer_is_left_to_obstore(
     tier: ObjectTier, store: Front, parts: Parts, answer: Callable[[Request], None], sizes: tuple[int, ...]
@@ -315,6 +317,16 @@ def test_a_load_that_has_ended_writes_to_no_page(halved: S3Server, parts: Parts)
             one.close()
 
 
+def test_memory_for_what_is_not_there_can_be_closed_at_once(tier: ObjectTier, parts: Parts) -> None:
+    memory, absent = mmap.mmap(-1, LARGE), parts.make(LARGE)
+    gc.disable()
+    try:
+        assert tier.load([ToLoad(absent.name, LARGE, memoryview(memory))], patient()) == [Loaded(Outcome.MISSING)]
+        memory.close()
+    finally:
+        gc.enable()
+
+
 def test_a_page_that_is_still_written_to_ends_the_process(
     tier: ObjectTier, parts: Parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,9 +343,11 @@ def test_a_page_that_is_still_written_to_ends_the_process(
     monkeypatch.setattr(objects_receive, "_received", received)
     one = parts.make(SMALL)
     store_all(tier, [one])
-    with pytest.raises(StillRunning, match="pages are still written to"):
-        load(tier, [one], deadline)
-    ends.set()
+    try:
+        with pytest.raises(StillRunning, match="pages are still written to"):
+            load(tier, [one], deadline)
+    finally:
+        ends.set()
     assert begins.is_set()
 
 

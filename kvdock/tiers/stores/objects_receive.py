@@ -66,7 +66,7 @@ class Receiver:
             return [None] * len(paths)
         try:
             return await self._obstore.sign_async(self._store, paths, timedelta(seconds=SIGNED_S))
-        except self._obstore.exceptions.BaseError as error:
+        except Exception as error:  # obstore raises errors of its own and of Python
             self._failed(error)
             return [None] * len(paths)
 

@@ -3,7 +3,6 @@ no page is written to once a load has ended."""
 
 from __future__ import annotations
 
-import gc
 import gzip
 import mmap
 import ssl
@@ -315,16 +314,6 @@ def test_a_load_that_has_ended_writes_to_no_page(halved: S3Server, parts: Parts)
         del asked
         for one in memories:
             one.close()
-
-
-def test_memory_for_what_is_not_there_can_be_closed_at_once(tier: ObjectTier, parts: Parts) -> None:
-    memory, absent = mmap.mmap(-1, LARGE), parts.make(LARGE)
-    gc.disable()
-    try:
-        assert tier.load([ToLoad(absent.name, LARGE, memoryview(memory))], patient()) == [Loaded(Outcome.MISSING)]
-        memory.close()
-    finally:
-        gc.enable()
 
 
 def test_a_page_that_is_still_written_to_ends_the_process(

@@ -98,7 +98,6 @@ class Sink:
         self.header = bytearray(HEADER_BYTES)
         self.writers: list[Writer] = []
         self._views, self._sums = [memoryview(self.header), *body], [0] * (1 + len(body))
-        self._pieces: list[Piece] = []
         self._are_hashed = True
 
     @property
@@ -115,7 +114,6 @@ class Sink:
                 ends = last % STRIPE_BYTES == 0 or last == len(view)
                 found.append(Piece(number, first, view[first:last], first % STRIPE_BYTES == 0 and ends))
             start += len(view)
-        self._pieces += found
         return found
 
     def add(self, piece: Piece, share: int) -> None:
@@ -146,6 +144,6 @@ class Sink:
         have_ended = [one.stop(max(0.0, until_s - time.monotonic())) for one in self.writers]
         if not all(have_ended):
             return False
-        for view in [*(piece.memory for piece in self._pieces), *self._views]:
+        for view in self._views:
             view.release()
         return True

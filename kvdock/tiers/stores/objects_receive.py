@@ -204,10 +204,10 @@ def _received(answer: http.client.HTTPResponse, piece: Piece) -> int:
     """Receives a piece. Returns its share of the checksum, if it is hashed."""
     share = 0
     for at in range(0, len(piece.memory), STEP_BYTES):
-        with piece.memory[at : at + STEP_BYTES] as some:
-            if (count := answer.readinto(some)) != len(some):
-                raise ConnectionError(f"found the end of an answer {len(some) - count} bytes before that of a piece")
-            share += share_of(some, piece.at + at) if piece.is_hashed else 0
+        some = piece.memory[at : at + STEP_BYTES]
+        if (count := answer.readinto(some)) != len(some):
+            raise ConnectionError(f"found the end of an answer {len(some) - count} bytes before that of a piece")
+        share += share_of(some, piece.at + at) if piece.is_hashed else 0
     return share % CHECKSUM_PRIME
 
 

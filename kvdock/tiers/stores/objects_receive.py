@@ -32,8 +32,8 @@ from kvdock.tiers.stores.objects_requests import Requests
 
 log = logging.getLogger("kvdock.tiers")
 
-SIGNED_S: Final = 3600.0
-"""How long a signed URL may be used, which is longer than any deadline."""
+SIGNED_S: Final = 900.0
+"""How long a signed URL may be used: as long as a header that obstore signs."""
 CONNECT_S: Final = 5.0
 SILENCE_S: Final = 30.0
 """A request that has moved no byte for this long has failed, whatever its deadline is."""

@@ -7,6 +7,7 @@ from .mutant import Mutant
 _ALL = "tests/tiers/test_conformance.py"
 _REDIS, _CLUSTER = "tests/tiers/test_redis.py", "tests/tiers/test_redis_cluster.py"
 _OBJECTS = "tests/tiers/test_objects.py"
+_RECEIVED, _RECEIVE = "tests/tiers/test_objects_receive.py", "kvdock/tiers/stores/objects_receive.py"
 _BUNDLES = "tests/tiers/test_bundles.py"
 
 MUTANTS = (
@@ -126,5 +127,28 @@ MUTANTS = (
         "dict.fromkeys(itertools.chain.from_iterable(records))",
         (_BUNDLES, "-k", "different_lengths and redis"),
         "test_parts_of_different_lengths_are_records_of_their_own_behind_a_table",
+    ),
+    Mutant(
+        "ST23", "a load that has ended may go on writing to pages", _RECEIVE,
+        "return self._state.wait_for(lambda: not self._is_writing, wait_s)", "return True",
+        (_RECEIVED, "-k", "still_written"), "test_a_page_that_is_still_written_to_ends_the_process",
+    ),
+    Mutant(
+        "ST24", "a request that was stopped is waited for until the store goes on", _RECEIVE,
+        "socket.socket.shutdown(self._socket, socket.SHUT_RDWR)", "pass",
+        (_RECEIVED, "-k", "has_ended"), "test_a_load_that_has_ended_writes_to_no_page",
+    ),
+    Mutant(
+        "ST25", "an answer with any status is taken", _RECEIVE,
+        "found = (answer.status,", "found = (200 if wanted.is_all else 206,",
+        (_RECEIVED, "-k", "any_other"), "test_any_other_answer_is_left_to_obstore",
+    ),
+    Mutant(
+        "ST26", "what never works is tried with each load", _RECEIVE, "if self._failures >= FAILURES:", "if False:",
+        (_RECEIVED, "-k", "alone_for_a_while"), "test_after_some_failures_obstore_is_asked_alone_for_a_while",
+    ),
+    Mutant(
+        "ST27", "the end of an answer is not seen", _RECEIVE, "!= len(some):", "< 0:",
+        (_RECEIVED, "-k", "any_other"), "test_any_other_answer_is_left_to_obstore",
     ),
 )

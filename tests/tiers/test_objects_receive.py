@@ -4,6 +4,7 @@ no page is written to once a load has ended."""
 from __future__ import annotations
 
 import gzip
+import itertools
 import mmap
 import ssl
 import subprocess
@@ -23,7 +24,7 @@ from kvdock.shm.checksum import checksum
 from kvdock.tiers.stores import objects, objects_receive
 from kvdock.tiers.stores.objects import ObjectTier, open_tier
 from kvdock.tiers.stores.objects_loads import RANGE_BYTES
-from kvdock.tiers.stores.objects_receive import FAILURES, PAUSE_S
+from kvdock.tiers.stores.objects_receive import CONNECT_S, FAILURES, PAUSE_S, UNUSUAL_S
 from kvdock.tiers.tier import PAGE_BYTES, Loaded, Outcome, StillRunning, ToLoad
 
 pytestmark = pytest.mark.tiers
@@ -273,6 +274,44 @@ def test_a_connection_that_the_store_has_closed_is_replaced(tier: ObjectTier, st
     for _ in range(3):
         assert_loads(tier, [one])
     assert store.seen == [SIGNED] * 3 and gets(tier) == 3 and len(store.connections) == 3
+
+
+def test_a_connection_that_took_long_is_left_to_obstore(tier: ObjectTier, store: Front, parts: Parts) -> None:
+    """As where the first address of a store does not answer."""
+    one = parts.make(SMALL)
+    store_all(tier, [one])
+    tier._receiver._connections._clock = itertools.count(0.0, 2 * CONNECT_S).__next__
+    assert_loads(tier, [one])
+    assert store.seen == [OBSTORE]
+
+
+def test_loads_that_end_without_a_connection_are_failures(
+    tier: ObjectTier, store: Front, parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no address is found in time: they must not end so for ever."""
+    now_s, ends, one = time.monotonic(), threading.Event(), parts.make(SMALL)
+    store_all(tier, [one])
+
+    def never(*_: object) -> None:
+        nonlocal now_s
+        now_s += 2 * UNUSUAL_S
+        deadline.cancel()
+        ends.wait()
+        raise ConnectionAbortedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier._receiver, "_clock", lambda: now_s)
+        patch.setattr(tier._receiver._connections, "new", never)
+        try:
+            for _ in range(FAILURES):
+                deadline = patient()
+                with soon():
+                    assert tier.load([one.to_load()], deadline) == [Loaded(Outcome.LATE)]
+            assert not store.seen
+            assert_loads(tier, [one])
+        finally:
+            ends.set()
+    assert store.seen == [OBSTORE]
 
 
 # --------------------------------------------------------------------------- ends

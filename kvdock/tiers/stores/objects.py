@@ -30,7 +30,7 @@ from kvdock.tiers.notes import Change, Note, NoteError, name_of_note
 from kvdock.tiers.record import HEADER_BYTES, VERSION, PartName, Record, RecordError, folder_of, namespace_of
 from kvdock.tiers.stores.objects_loads import Sink, ranges_of
 from kvdock.tiers.stores.objects_owned import OwnedObjects
-from kvdock.tiers.stores.objects_receive import CONNECT_S, SILENCE_S, Receiver
+from kvdock.tiers.stores.objects_receive import SILENCE_S, Receiver
 from kvdock.tiers.stores.objects_requests import NO_PRICES, Prices, Requests
 from kvdock.tiers.stores.urls import TierUrl, existing_file, price, read_url, some_bytes, some_text, whole, yes_or_no
 from kvdock.tiers.tier import (
@@ -604,6 +604,7 @@ DAY_S: Final = 86400.0
 UNUSED_DAYS: Final = 30
 """A namespace that no server has served for so long is removed, unless the URL says otherwise: an upgrade or other
 weights have left it."""
+CONNECT_S: Final = 5
 REQUEST_S: Final = 3600
 """Longer than any deadline, so that the deadline ends a request."""
 

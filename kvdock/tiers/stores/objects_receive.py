@@ -34,7 +34,10 @@ log = logging.getLogger("kvdock.tiers")
 
 SIGNED_S: Final = 900.0
 """How long a signed URL may be used: as long as a header that obstore signs."""
-CONNECT_S: Final = 5.0
+CONNECT_S: Final = 1.0
+"""A connection that takes longer is left to obstore, which tries several addresses of a store at once."""
+UNUSUAL_S: Final = 0.25
+"""A request that was given up after so long without a connection has failed: others would wait in vain, too."""
 SILENCE_S: Final = 30.0
 """A request that has moved no byte for this long has failed, whatever its deadline is."""
 IDLE_S: Final = 20.0
@@ -94,9 +97,14 @@ class Receiver:
         request = _Get(urlsplit(url), wanted, sink.pieces(wanted.begin, wanted.end))
         sink.writers.append(request)
         self._obstore.sent_get()
+        began_s = self._clock()
         try:
             loop = asyncio.get_running_loop()
             e_tag, shares = await loop.run_in_executor(self._threads, request.run, self._connections)
+        except asyncio.CancelledError:
+            if not request.is_connected and self._clock() - began_s > UNUSUAL_S:
+                self._failed(TimeoutError("there was no connection"))
+            raise
         finally:
             request.stop(0.0)
         self._failures = 0
@@ -122,7 +130,7 @@ class _Get:
         self.pieces, self._url, self._wanted = pieces, url, wanted
         self._state = threading.Condition()
         self._socket: socket.socket | None = None
-        self._is_stopped = self._is_writing = False
+        self._is_stopped = self._is_writing = self.is_connected = False
 
     def stop(self, wait_s: float) -> bool:
         """It is to write no more. Returns whether it has ended to within that time. From any thread."""
@@ -164,8 +172,8 @@ class _Get:
     @contextmanager
     def _until_stopped(self, one: socket.socket) -> Iterator[None]:
         with self._state:
-            self._socket = one
             self._go_on()
+            self._socket, self.is_connected = one, True
         try:
             yield
         finally:
@@ -234,7 +242,9 @@ class _Connections:
             self._kept.append((self._clock(), url.netloc, one))
 
     def new(self, url: SplitResult) -> http.client.HTTPConnection:
+        """Raises OSError."""
         assert url.hostname is not None
+        began_s = self._clock()
         if url.scheme == "https":
             one: http.client.HTTPConnection = http.client.HTTPSConnection(
                 url.hostname, url.port, timeout=CONNECT_S, context=self._context()
@@ -242,6 +252,9 @@ class _Connections:
         else:
             one = http.client.HTTPConnection(url.hostname, url.port, timeout=CONNECT_S)
         one.connect()
+        if self._clock() - began_s > CONNECT_S:  # the first address did not answer
+            one.close()
+            raise TimeoutError("the connection took long")
         one.sock.settimeout(SILENCE_S)
         return one
 

@@ -1,6 +1,6 @@
 """Receives ranges of objects straight into the pages, with Python's own HTTP client, in threads. obstore would receive
-each body into memory of its own first, which takes twice the processor time. It signs the URLs, so it alone has
-credentials.
+each body into memory of its own first, which takes half as much processor time again. It signs the URLs, so it alone
+has credentials.
 
 An answer is taken only if it is exactly the one wanted. All else is obstore's to ask for again, which knows proxies,
 retries and errors; after some failures in a row it is asked alone for a while. Once a request was stopped it writes to
@@ -133,7 +133,7 @@ class _Get:
         self._is_stopped = self._is_writing = self.is_connected = False
 
     def stop(self, wait_s: float) -> bool:
-        """It is to write no more. Returns whether it has ended to within that time. From any thread."""
+        """It is to write no more. Returns whether it has ended within that time. From any thread."""
         with self._state:
             self._is_stopped = True
             if self._socket is not None:

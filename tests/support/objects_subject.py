@@ -17,7 +17,7 @@ from tier_helpers import patient
 from tier_subject import ServedSubject, StoreProcess, TierSubject, files_of_64_kib
 
 from kvdock.tiers.record import PartName
-from kvdock.tiers.stores.objects import open_tier
+from kvdock.tiers.stores.objects import ObjectTier, open_tier
 from kvdock.tiers.tier import Tier
 
 BUCKET = "kvdock-test"
@@ -156,3 +156,14 @@ def environment(values: dict[str, str]) -> Iterator[None]:
         for name, value in values.items():
             patch.setenv(name, value)
         yield
+
+
+@contextmanager
+def opened(url: str, **variables: str) -> Iterator[ObjectTier]:
+    """A tier, with KEYS and these variables in the environment as long as it is open."""
+    with environment(KEYS | variables):
+        tier = open_tier(url, patient())
+        try:
+            yield tier
+        finally:
+            tier.close(patient())

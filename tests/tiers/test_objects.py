@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +25,7 @@ import obstore.store
 import pytest
 from api_helpers import LATE_S, soon
 from hypothesis import given, strategies as st
-from objects_subject import BUCKET, KEYS, S3Server, environment
+from objects_subject import BUCKET, KEYS, S3Server, environment, opened
 from ports import held_port
 from tier_helpers import (
     ARENA,
@@ -60,16 +59,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     one = S3Server(tmp_path_factory.mktemp("s3"))
     yield one
     one.kill()
-
-
-@contextmanager
-def opened(url: str) -> Iterator[ObjectTier]:
-    with environment(KEYS):
-        tier = open_tier(url, patient())
-    try:
-        yield tier
-    finally:
-        tier.close(patient())
 
 
 @pytest.fixture

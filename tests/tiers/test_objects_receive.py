@@ -7,22 +7,21 @@ import gzip
 import itertools
 import mmap
 import ssl
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from api_helpers import soon
-from objects_subject import KEYS, S3Server, environment
+from certificates import self_signed
+from objects_subject import S3Server, opened
 from s3_front import OBSTORE, SIGNED, Front, Request, front
 from tier_helpers import ARENA, MIB, Part, Parts, assert_loads, eventually, load, outcomes_of, patient, store_all
 
 from kvdock.shm.checksum import checksum
 from kvdock.tiers.stores import objects, objects_receive
-from kvdock.tiers.stores.objects import ObjectTier, open_tier
+from kvdock.tiers.stores.objects import ObjectTier
 from kvdock.tiers.stores.objects_loads import RANGE_BYTES
 from kvdock.tiers.stores.objects_receive import CONNECT_S, FAILURES, PAUSE_S, UNUSUAL_S
 from kvdock.tiers.tier import PAGE_BYTES, Loaded, Outcome, StillRunning, ToLoad
@@ -41,16 +40,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 def store(server: S3Server) -> Iterator[Front]:
     with front(server.port) as one:
         yield one
-
-
-@contextmanager
-def opened(url: str, **variables: str) -> Iterator[ObjectTier]:
-    with environment(KEYS | variables):
-        tier = open_tier(url, patient())
-        try:
-            yield tier
-        finally:
-            tier.close(patient())
 
 
 @pytest.fixture
@@ -326,7 +315,7 @@ def halved(server: S3Server) -> Iterator[S3Server]:
 
 
 def test_a_load_that_has_ended_writes_to_no_page(halved: S3Server, parts: Parts) -> None:
-    """Nor does it keep its memory, of which no view may exist once it is closed."""
+    """The load keeps no view of its memory either: the memory could not be closed."""
     batch = [parts.make(SMALL), parts.make(3 * MIB)]
     for part in batch:
         halved.call("PUT", path_of(part), part.record.header() + part.data)
@@ -384,14 +373,7 @@ def test_a_page_that_is_still_written_to_ends_the_process(
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tls")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-         "-keyout", folder / "key.pem", "-out", folder / "cert.pem", "-days", "2", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE"],
-        check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
-    return folder
+    return self_signed(tmp_path_factory.mktemp("tls"))
 
 
 def test_tls_is_received_from_a_store_that_is_trusted(server: S3Server, certificate: Path, parts: Parts) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import redis
+from certificates import self_signed
 from ports import held_port
 from redis_server import RedisServer, served
 from redis_subject import opened
@@ -199,14 +199,7 @@ def test_a_user_who_may_only_read_finds_values_whose_time_it_cannot_lengthen(tmp
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tls")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-         "-keyout", folder / "key.pem", "-out", folder / "cert.pem", "-days", "2", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=DNS:localhost"],
-        check=True, capture_output=True, timeout=60,
-    )  # fmt: skip
-    return folder
+    return self_signed(tmp_path_factory.mktemp("tls"))
 
 
 def test_tls_carries_values_and_trusts_only_its_own_certificate(

@@ -27,7 +27,7 @@ RECEIVED_BYTES: Final = 256 << 20
 
 
 class Receiving:
-    """Admits requests for loads: at most `connections` at once, of which obstore's receive at most `most_bytes`
+    """Admits requests for loads: at most `connections` at once. Those through obstore receive at most `most_bytes`
     together. A larger one is admitted alone. To be used on one event loop."""
 
     def __init__(self, connections: int, most_bytes: int = RECEIVED_BYTES) -> None:

@@ -45,7 +45,7 @@ IDLE_S: Final = 20.0
 STEP_BYTES: Final = 1 << 20
 """What is hashed at once, while it is still in the processor's caches."""
 FAILURES: Final = 8
-"""After so many in a row, obstore is asked alone for PAUSE_S."""
+"""After so many in a row, all loads go through obstore for PAUSE_S."""
 PAUSE_S: Final = 300.0
 
 

@@ -39,7 +39,7 @@ import signal, sys, time
 from kvdock.api.pool.lock import PoolLock
 from kvdock.api.pool.segments import SegmentPool
 pool_id = int(sys.argv[1])
-lock = PoolLock.create(pool_id)
+lock = PoolLock.create(pool_id, address=sys.argv[2])
 pool = SegmentPool(pool_id, limit_bytes=8 << 20, segment_bytes=4 << 20)
 pool.grow()
 while pool.prefaulted_bytes() < pool.allocated_bytes:
@@ -169,11 +169,12 @@ def test_the_lock_file_is_private_whole_and_held_from_its_first_moment(pool_id: 
     assert open_descriptors() == before
 
 
-def test_what_a_killed_server_left_is_removed_and_live_pools_stay(pool_id: int) -> None:
+def test_what_a_killed_server_left_is_removed_and_live_pools_stay(pool_id: int, tmp_path: Path) -> None:
+    address = str(tmp_path / "kvdock.sock")  # servers elsewhere that start meanwhile leave its pool alone
     live = PoolLock.create(pool_id ^ 1)
     pool = SegmentPool(pool_id ^ 1, limit_bytes=1 << 20)
     pool.grow()
-    with running(_SERVER, str(pool_id)) as (child, _):
+    with running(_SERVER, str(pool_id), address) as (child, _):
         create_region(shm.region_name(pool_id), 4096)
         assert remove_stale_of(pool_id, pool_id ^ 1) == []
         kill(child)

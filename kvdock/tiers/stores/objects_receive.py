@@ -226,6 +226,7 @@ class _Connections:
         self._authority, self._clock, self._lock = authority, clock, threading.Lock()
         self._kept: list[tuple[float, str, http.client.HTTPConnection]] = []
         self._tls: ssl.SSLContext | None = None
+        self._is_closed = False
 
     def kept(self, url: SplitResult) -> http.client.HTTPConnection | None:
         while True:
@@ -238,8 +239,13 @@ class _Connections:
             one.close()
 
     def keep(self, url: SplitResult, one: http.client.HTTPConnection) -> None:
-        if one.sock is not None:  # else the store wants no other request on it
-            self._kept.append((self._clock(), url.netloc, one))
+        if one.sock is None:  # the store wants no other request on it
+            return
+        with self._lock:
+            if not self._is_closed:  # a request may end after close()
+                self._kept.append((self._clock(), url.netloc, one))
+                return
+        one.close()
 
     def new(self, url: SplitResult) -> http.client.HTTPConnection:
         """Raises OSError."""
@@ -269,8 +275,11 @@ class _Connections:
             return self._tls
 
     def close(self) -> None:
-        while self._kept:
-            self._kept.pop()[2].close()
+        with self._lock:
+            self._is_closed = True
+            kept, self._kept = self._kept, []
+        for _, _, one in kept:
+            one.close()
 
 
 def _has_proxy() -> bool:

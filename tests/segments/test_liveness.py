@@ -60,6 +60,12 @@ def pool_id() -> Iterator[int]:
 
 
 @pytest.fixture
+def address(tmp_path: Path) -> str:
+    """That of the test's pools: servers elsewhere that start meanwhile leave them alone, dead or not."""
+    return str(tmp_path / "kvdock.sock")
+
+
+@pytest.fixture
 def lock(pool_id: int) -> Iterator[PoolLock]:
     made = PoolLock.create(pool_id)
     yield made
@@ -148,9 +154,9 @@ def test_a_lock_file_shorter_than_a_page_or_missing_is_refused(tmp_path: Path) -
         _core.MemberLock(str(short), -1)
 
 
-def test_the_lock_file_is_private_whole_and_held_from_its_first_moment(pool_id: int) -> None:
+def test_the_lock_file_is_private_whole_and_held_from_its_first_moment(pool_id: int, address: str) -> None:
     before = open_descriptors()
-    lock = PoolLock.create(pool_id)
+    lock = PoolLock.create(pool_id, address=address)
     found = lock.path.stat()
     assert (found.st_mode & 0o777, found.st_size, found.st_ino) == (0o600, 4096, lock.inode)
     assert server_alive(pool_id)
@@ -169,8 +175,7 @@ def test_the_lock_file_is_private_whole_and_held_from_its_first_moment(pool_id: 
     assert open_descriptors() == before
 
 
-def test_what_a_killed_server_left_is_removed_and_live_pools_stay(pool_id: int, tmp_path: Path) -> None:
-    address = str(tmp_path / "kvdock.sock")  # servers elsewhere that start meanwhile leave its pool alone
+def test_what_a_killed_server_left_is_removed_and_live_pools_stay(pool_id: int, address: str) -> None:
     live = PoolLock.create(pool_id ^ 1)
     pool = SegmentPool(pool_id ^ 1, limit_bytes=1 << 20)
     pool.grow()

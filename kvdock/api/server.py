@@ -204,6 +204,7 @@ class Server:
                 task.add_done_callback(self._keeper_ended)
                 _begin_rounds(parts, settings.watch_s)
                 if mover is not None:
+                    parts.drain.has_written = mover.has_written
                     parts.background.begin("serving lower tiers", lambda: _serve_tiers(keeper, mover))
                 yield
                 if parts.drain.keeps_pool:

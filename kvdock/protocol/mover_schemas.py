@@ -131,6 +131,8 @@ class MoverReport(Body, kw_only=True):
     peers: list[PeerAnswer] = msgspec.field(default_factory=list)
     lists_all: bool = False
     """Every tier in use reports all that it has in `known`, so no tier has a chunk that is not known."""
+    is_drained: bool = False
+    """The server drains, and no chunk waits to be written any more."""
 
 
 class LookupNotice(Answer, kw_only=True):

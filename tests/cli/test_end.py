@@ -145,6 +145,28 @@ def test_a_drain_lasts_as_long_as_a_call_does_and_no_longer_than_it_may(tmp_path
         pool.close()
 
 
+def test_a_drain_waits_for_what_is_written_but_not_when_it_hands_over(tmp_path: Path) -> None:
+    settings = Settings.load(small_pool(socket_path=str(tmp_path / "s.sock"), drain_s=7.0, tier_drain_s=9.0))
+    pool, now_s, has_written = open_pool(settings, secrets.randbits), 100.0, False
+    try:
+        short, long, leaving = (Drain(settings, pool, lambda: now_s) for _ in range(3))
+        for drain in (short, long, leaving):
+            drain.has_written = lambda: has_written
+        for drain in (short, long):
+            drain.begin([])
+        leaving.hand_over([])
+        assert leaving.ended()
+        now_s += 8.99
+        assert not short.ended() and not long.ended()
+        has_written = True
+        assert short.ended()
+        has_written = False
+        now_s += 0.02
+        assert long.ended()
+    finally:
+        pool.close()
+
+
 def test_a_server_that_holds_something_ends_when_it_may_no_longer_wait(tmp_path: Path) -> None:
     with ready(tmp_path, "--drain-s", "0.5") as (process, client):
         engine, _, _ = holding(client)

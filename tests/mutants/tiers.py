@@ -88,9 +88,15 @@ MUTANTS = (
     ),
     Mutant(
         "L15", "a server waits for a mover that hangs", "kvdock/api/tiers/process.py",
-        "await asyncio.wait_for(process.wait(), self._drain_s + STOP_S)", "await process.wait()",
+        "await asyncio.wait_for(process.wait(), STOP_S)", "await process.wait()",
         ("tests/tiers/test_hung_disk.py", "-k", "ends", "--timeout", "60"),
         "test_a_server_whose_disk_hangs_ends_and_the_next_one_finds_what_was_stored",
+    ),
+    Mutant(
+        "L15b", "a server ends before what waits is written", "kvdock/api/pool/sessions.py",
+        " or self.has_written()", " or True",
+        ("tests/tiers/test_mover.py", "-k", "waits_is_written"),
+        "test_what_waits_is_written_when_the_server_ends_and_found_by_the_next",
     ),
     Mutant(
         "L16", "bytes are not compared with their checksum", "kvdock/tiers/mover/fetches.py",

@@ -7,10 +7,12 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from api_helpers import ServerProcess, eventually, soon
 from frozen import frozen
+from mover_steps import SteppedServer
 from server_fixtures import server_of_few, tiered_engine
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import (
@@ -199,15 +201,23 @@ def test_while_the_mover_stands_still_lookups_answer_and_nobody_waits_longer_tha
 
 
 def test_what_waits_is_written_when_the_server_ends_and_found_by_the_next(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "disk_path": str(tmp_path / "disk"), "tier_drain_s": 20.0, "drain_s": 20.0}
-    with ServerProcess(**settings) as server:
+    settings: dict[str, Any] = {**SETTINGS, "disk_path": str(tmp_path / "disk"), "tier_drain_s": 20.0, "drain_s": 20.0}
+    with SteppedServer(tmp_path / "armed", **settings) as server:
         engine = TierEngine(server.unix, manifest(PART))
         is_served(server, 1)
         keys = engine.chain(16)
-        engine.store(keys)
-        eventually(lambda: queued_bytes(engine) + written(engine) * PART >= 16 * PART, 30.0)
-        engine.close()
-        assert server.stop() == 0
+        with server.holding("down.asked"):
+            engine.store(keys[:1])
+            eventually(lambda: not server.armed.exists(), 30.0)
+            engine.store(keys[1:], keys[0])
+            eventually(lambda: queued_bytes(engine) == 15 * PART, 30.0)
+            engine.close()
+            server.process.send_signal(signal.SIGTERM)
+            eventually(lambda: "drains" in server.log_text())
+            time.sleep(0.5)  # several looks at what waits
+            assert server.process.poll() is None
+        assert server.process.wait(30.0) == 0
+        assert "were not written" not in server.log_text()
     with ServerProcess(**settings) as server:
         engine = TierEngine(server.unix, manifest(PART))
         is_served(server, 1)
@@ -216,6 +226,21 @@ def test_what_waits_is_written_when_the_server_ends_and_found_by_the_next(tmp_pa
         assert found.hit_tokens == 16 * CHUNK_TOKENS
         engine.read(keys, found)
         engine.close()
+
+
+def test_what_cannot_be_written_in_time_ends_with_the_server(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {**SETTINGS, "disk_path": str(tmp_path / "disk"), "tier_drain_s": 0.5, "drain_s": 20.0}
+    with SteppedServer(tmp_path / "armed", **settings) as server:
+        engine = TierEngine(server.unix, manifest(PART))
+        is_served(server, 1)
+        with server.holding("down.asked"):
+            engine.store(engine.chain(1))
+            eventually(lambda: not server.armed.exists(), 30.0)
+            engine.close()
+            began_s = time.monotonic()
+            assert server.stop() == 0
+            assert time.monotonic() - began_s >= 0.5
+        assert "has not stopped in time: it is killed" in server.log_text()
 
 
 def queued_bytes(engine: TierEngine) -> int:

@@ -305,11 +305,11 @@ def _check_member(session: SessionRecord | None, member: Member) -> None:
 #
 # An operator drains a server that stays up, until an operator ends the drain. SIGTERM begins the drain with which the
 # server ends: new sessions are refused with `not_ready`, too. That one has ended when no lease or reservation is open
-# and the calls that were running when it began are answered, or when `drain_s` is over. The keeper still notices
-# members that die meanwhile.
+# and the calls that were running when it began are answered, or when `drain_s` is over, and when no chunk waits to be
+# written to lower tiers, or `tier_drain_s` is over. The keeper still notices members that die meanwhile.
 #
-# Handing over (kvdock/api/pool/adopt.py) is a drain that leaves leases to the next server. It waits only for
-# reservations, because the next server would abort those.
+# Handing over (kvdock/api/pool/adopt.py) is a drain that leaves leases to the next server, and what waits to be written
+# as well. It waits only for reservations, because the next server would abort those.
 #
 # Invariant: a server that ends keeps its pool only after a drain without SIGINT, and only if the pool is ready.
 
@@ -321,11 +321,13 @@ class Drain:
 
     def __init__(self, settings: Settings, pool: Pool, now_s: Callable[[], float]) -> None:
         self._pool = pool
-        self._drain_s = settings.drain_s
+        self._drain_s, self._tier_drain_s = settings.drain_s, settings.tier_drain_s
         self._keep_wanted = settings.on_exit == "keep"
         self._now_s = now_s
         self.is_asked_for = False
-        self._until_s: float | None = None
+        self.has_written: Callable[[], bool] = lambda: True
+        """Whether no chunk waits to be written to lower tiers."""
+        self._begun_s: float | None = None
         self._running: list[asyncio.Task[Any]] = []
         self._remove = False
         self._handing_over = False
@@ -333,7 +335,7 @@ class Drain:
     @property
     def begun(self) -> bool:
         """The server is about to end."""
-        return self._until_s is not None
+        return self._begun_s is not None
 
     @property
     def refuses_new(self) -> bool:
@@ -352,7 +354,7 @@ class Drain:
     def begin(self, running: Iterable[asyncio.Task[Any]]) -> None:
         """`running`: calls that are not answered yet. Later ones are short: uvicorn's grace period covers them."""
         self._running = list(running)
-        self._until_s = self._now_s() + self._drain_s
+        self._begun_s = self._now_s()
 
     def hand_over(self, running: Iterable[asyncio.Task[Any]]) -> None:
         """As `begin`, but the next server takes the leases over. May be called after `begin`."""
@@ -366,10 +368,14 @@ class Drain:
 
     def ended(self) -> bool:
         """Whether the drain with which the server ends is over; False before it has begun."""
-        if self._until_s is None:
+        if self._begun_s is None:
             return False
-        if self._now_s() >= self._until_s:
-            return True
+        passed_s = self._now_s() - self._begun_s
+        if passed_s < self._drain_s and self._is_held():
+            return False
+        return self._handing_over or passed_s >= self._tier_drain_s or self.has_written()
+
+    def _is_held(self) -> bool:
         stats = self._pool.table.stats()
         held = stats["reservations"] or (stats["leases"] and not self._handing_over)
-        return not held and all(call.done() for call in self._running)
+        return bool(held) or not all(call.done() for call in self._running)

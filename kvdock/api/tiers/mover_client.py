@@ -85,6 +85,11 @@ class MoverClient:
             for report in self._tiers.reports
         ]
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether the mover has said that no chunk waits to be written any more."""
+        return self._tiers.is_drained
+
     def absent(self, space: NamespaceRecord, keys: bytes) -> bytes:
         """Those of `keys` that no lower tier is known to have."""
         return self._tiers.absent(space, keys)
@@ -394,7 +399,7 @@ class TierState:
         self._known = KeyFilter(salt=secrets.randbits(64), most_keys=MOST_KNOWN)
         """What tiers have, by the first KNOWN_BYTES of namespaces and keys."""
         self._is_full = False
-        self._lists_all = False
+        self._lists_all = self.is_drained = False
 
     def follow(self, report: m.MoverReport) -> None:
         if report.tiers is not None:
@@ -405,7 +410,7 @@ class TierState:
                 self._known.remove(namespace, known.keys, self.known_bytes)
             elif not self._known.add(namespace, known.keys, self.known_bytes):
                 self._is_full = True
-        self._lists_all = report.lists_all
+        self._lists_all, self.is_drained = report.lists_all, report.is_drained
 
     @property
     def known_bytes(self) -> int:
@@ -416,7 +421,7 @@ class TierState:
         """A new mover process reports everything anew."""
         self.reports = [TierView(name=report.name, state="off", why=MOVER_STARTS) for report in self.reports]
         self._known = KeyFilter(salt=secrets.randbits(64), most_keys=MOST_KNOWN)
-        self._is_full = self._lists_all = False
+        self._is_full = self._lists_all = self.is_drained = False
 
     def forget(self, space: NamespaceRecord, keys: bytes) -> None:
         """These chunks were deleted, so no tier has them."""

@@ -28,7 +28,7 @@ sooner."""
 POOL_BATCHES = 64
 """A batch of loads has at most the pool's bytes divided by this."""
 STOP_S = 3.0
-"""How long the mover may take to stop, beyond the time that it has to write."""
+"""How long the mover may take to stop."""
 KILL_S = 2.0
 """How long the mover may take to end after it was killed. It does not end while a call of its storage hangs in the
 kernel."""
@@ -39,7 +39,7 @@ PROGRAM = (sys.executable, "-m", "kvdock.tiers.mover")
 
 class MoverProcess:
     def __init__(self, settings: Settings, client: MoverClient, address: str) -> None:
-        self._client, self._drain_s = client, settings.tier_drain_s
+        self._client = client
         self._config = MoverConfig(
             address=address, instance_prefix=client.instance_prefix, disk_path=settings.disk_path,
             disk_bytes=settings.disk_bytes, disk_day_bytes=settings.disk_day_bytes, stores=settings.store_urls,
@@ -96,15 +96,19 @@ class MoverProcess:
             log.exception("a report of the mover of lower tiers cannot be followed: the mover is started again")
             process.kill()
 
+    def has_written(self) -> bool:
+        """Whether no mover runs, or the mover has written all that waited when the server began to drain."""
+        return self._process is None or self._process.returncode is not None or self._client.is_drained
+
     async def stop(self) -> None:
-        """Makes the mover stop, and waits as long as it may write."""
+        """Makes the mover stop. What it has not written by then it writes no more."""
         process = self._process
         if process is None or process.returncode is not None:
             return
         assert process.stdin is not None
         process.stdin.close()
         try:
-            await asyncio.wait_for(process.wait(), self._drain_s + STOP_S)
+            await asyncio.wait_for(process.wait(), STOP_S)
         except TimeoutError:
             log.warning("the mover of lower tiers has not stopped in time: it is killed")
             process.kill()

@@ -60,9 +60,9 @@ MOST_TOLD = 256
 LISTED_AT_ONCE = 8
 """How many slices of what a tier has from before are taken in a turn."""
 TURN_S = 0.2
-"""The longest time until a report is sent if no request waits for it."""
-PEERS_TURN_S = 0.02
-"""The same while other nodes wait for chunks that are being loaded."""
+"""The longest time until a report is sent if nobody waits for it."""
+SHORT_TURN_S = 0.02
+"""The same while other nodes wait for chunks that are being loaded, or the server waits for what is being written."""
 REPORT_S = 0.5
 """How often the state of the tiers is reported."""
 CLOSE_S = 2.0
@@ -77,13 +77,16 @@ pool."""
 @dataclass
 class _Reports:
     """What is reported next. `untold`: what tiers have. `has_more`: they have more of that. `tiers_s`: when their
-    state was last reported."""
+    state was last reported. `is_draining`: the server drains. `has_told_end`: it was told that nothing more is
+    written."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     report: MoverReport = field(default_factory=MoverReport)
     untold: deque[KnownKeys] = field(default_factory=deque)
     has_more: bool = False
     tiers_s: float = -REPORT_S
+    is_draining: bool = False
+    has_told_end: bool = False
 
 
 class Mover:
@@ -131,6 +134,9 @@ class Mover:
             self._sessions.leave_unserved(self._is_busy)
             for update in updates:
                 self._follow(update)
+            if self._out.is_draining:
+                for writer in self._writers.values():
+                    writer.drain(self._config.drain_s)
             self._send_report()
         self._close()
 
@@ -139,7 +145,8 @@ class Mover:
         """How long the next turn waits for updates."""
         if self._out.untold or self._out.has_more:
             return 0.0
-        return PEERS_TURN_S if self._peers.has_waiting else TURN_S
+        server_waits = self._out.is_draining and not self._out.has_told_end
+        return SHORT_TURN_S if self._peers.has_waiting or server_waits else TURN_S
 
     def _is_busy(self, space: NamespaceSession) -> bool:
         is_used = self._fetches.is_busy(space) or self._peers.is_busy(space)
@@ -184,11 +191,14 @@ class Mover:
         if (now_s := self._clock()) - self._out.tiers_s >= REPORT_S:
             self._out.tiers_s, report.tiers = now_s, self._tier_views()
         report.lists_all = is_all_told and is_listed
+        report.is_drained = self._out.is_draining and all(writer.is_drained for writer in self._writers.values())
         has_more = (
             report.promises or report.ended_tickets or report.prefetch_results or report.known or report.note_changes
             or report.orders_done or report.contents or report.peers
+            or (report.is_drained and not self._out.has_told_end)
         )
         if report.tiers is not None or has_more:
+            self._out.has_told_end = report.is_drained
             self._pipe.send(report)
 
     def _tier_views(self) -> list[TierView]:
@@ -253,9 +263,7 @@ class Mover:
                 self._contents_known(ContentsAnswer(question.number, TierContents(tier=question.tier, error=error)))
         for asked in update.peers:
             self._peers.ask(asked)
-        if update.is_draining:
-            for writer in self._writers.values():
-                writer.drain(self._config.drain_s)
+        self._out.is_draining |= update.is_draining
 
     def _drop(self, digest: bytes, keys: list[bytes] | None = None) -> None:
         """Chunks were cleared or deleted: they are neither loaded nor written. `keys` None: all chunks of the

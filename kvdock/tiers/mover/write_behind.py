@@ -380,9 +380,14 @@ class WriteBehind:
                 self._queue.remove(name)
                 self._known_stored.discard(name)
 
+    @property
+    def is_drained(self) -> bool:
+        """Whether the server drains, and nothing more is written."""
+        return not self._thread.is_alive()
+
     def drain(self, seconds: float) -> None:
-        """The server is about to end: waiting chunks are written for at most `seconds`, and new ones are not
-        accepted."""
+        """The server is about to end: waiting chunks are written for at most `seconds` and as long as the tier takes
+        them, and new ones are not accepted."""
         with self._changed:
             if self._until_s is None:
                 self._until_s = self._clock() + seconds
@@ -418,7 +423,9 @@ class WriteBehind:
         with self._changed:
             while True:
                 first = next(iter(self._queue.names), None)
-                if self._until_s is not None and (first is None or self._clock() > self._until_s):
+                if self._until_s is not None and (
+                    first is None or self._clock() > self._until_s or not self._may_write()
+                ):
                     return None
                 if self._rechecks and not self._handle.breaker.is_open and (batch := self._next_recheck()):
                     return batch

@@ -210,7 +210,7 @@ def test_what_waits_is_written_when_the_server_ends_and_found_by_the_next(tmp_pa
             engine.store(keys[:1])
             eventually(lambda: not server.armed.exists(), 30.0)
             engine.store(keys[1:], keys[0])
-            eventually(lambda: queued_bytes(engine) == 15 * PART, 30.0)
+            eventually(lambda: queued_bytes(engine) >= 15 * PART, 30.0)  # the first may be offered once more
             engine.close()
             server.process.send_signal(signal.SIGTERM)
             eventually(lambda: "drains" in server.log_text())

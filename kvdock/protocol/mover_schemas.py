@@ -8,6 +8,7 @@ other.
 from __future__ import annotations
 
 import struct
+from collections.abc import Container
 
 import msgspec
 
@@ -66,6 +67,11 @@ class KnownKeys(Body, array_like=True):
     keys: bytes
     is_there: bool
     tier: Name
+
+    def without(self, deleted: Container[bytes], known_bytes: int) -> KnownKeys:
+        """`deleted`: the first `known_bytes` of each key."""
+        keys = (self.keys[at : at + known_bytes] for at in range(0, len(self.keys), known_bytes))
+        return msgspec.structs.replace(self, keys=b"".join(key for key in keys if key not in deleted))
 
 
 class PrefetchResult(Body, array_like=True):

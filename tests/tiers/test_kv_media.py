@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from api_helpers import ServerProcess, eventually
 from kv_readers import Belief, ZmqReader, endpoints, streamed
-from mover_steps import ForkingServer
+from mover_steps import ForkingServer, SteppedServer
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
 from tier_server import PART, SETTINGS, flood, is_served, is_written, mover
 from tier_stores import DiskStore, RedisStore, opened
@@ -21,7 +21,7 @@ from tier_stores import DiskStore, RedisStore, opened
 from kvdock.api.feeds import kv
 from kvdock.api.feeds.kv import CHUNK_BYTES, SLICE, KvLog, Source
 from kvdock.protocol import schemas as s
-from kvdock.protocol.admin_schemas import ClearCache
+from kvdock.protocol.admin_schemas import ClearCache, DeleteChunks
 from kvdock.protocol.kv_events import BlockNames, BlockStored, KvEvent, block_hash, named
 
 pytestmark = [pytest.mark.tiers, pytest.mark.timeout(120)]
@@ -152,6 +152,32 @@ def test_a_copy_on_a_tier_has_events_of_its_own_and_outlives_the_pool_s(
     comes_back(engine, keys, len(keys))
     engine.client.clear(ClearCache())
     router.hears(lambda media: not media.there(on) and not media.there(POOL))
+
+
+@pytest.mark.parametrize("change", [ClearCache, DeleteChunks], ids=["clear", "delete"])
+def test_what_is_cleared_before_its_storing_is_told_is_not_believed(
+    change: type[ClearCache] | type[DeleteChunks], store: DiskStore | RedisStore, tmp_path: Path
+) -> None:
+    """The mover stands still between the two."""
+    settings: dict[str, Any] = {**SETTINGS, "disk_bytes": 0, **store.settings, **endpoints()}
+    with SteppedServer(tmp_path / "armed", **settings) as server:
+        engine = TierEngine(server.unix, manifest(PART))
+        is_served(server, 1)
+        server.armed.write_text("down.written")
+        keys = engine.chain(1)
+        engine.store(keys)
+        mover = server.stands("down.written")
+        if change is ClearCache:
+            engine.client.clear(ClearCache())
+        else:
+            engine.client.delete(DeleteChunks(namespace=engine.attachment.namespace.hex(), keys=[keys[0].hex()]))
+        mover.send_signal(signal.SIGCONT)
+        eventually(lambda: sum(tier.pending_orders for tier in engine.client.status().tiers) == 0, 30.0)
+        later = engine.chain(1)
+        engine.store(later)
+        eventually(lambda: snapshot(server).there(ON[store.name]) >= hashes(later), 30.0)
+        assert snapshot(server).there(ON[store.name]) == hashes(later)
+        engine.close()
 
 
 @pytest.mark.parametrize("store", [RedisStore], ids=["redis"], indirect=True)

@@ -252,6 +252,23 @@ class Clears:
         self._sent_generations = generations
         return orders, generations, followed
 
+    def still_known(self, known: list[m.KnownKeys], known_bytes: int) -> list[m.KnownKeys]:
+        """What the mover has reported, without chunks that a tier is said to have and that pending orders name: the
+        mover may not have known of the orders."""
+        if not self._pending:
+            return known
+        deleted = {(one.namespace, one.tier): set[bytes]() for one in known if one.is_there}
+        cleared = set[tuple[str, str]]()
+        for order in (pending.order for pending in self._pending.values()):
+            for at in deleted.keys() & {(order.namespace, tier) for tier in order.tiers}:
+                deleted[at].update(key[:known_bytes] for key in m.split_keys(order.keys))
+                if not order.keys:
+                    cleared.add(at)
+        return [
+            one.without(deleted[one.namespace, one.tier], known_bytes) if one.is_there else one
+            for one in known if not one.is_there or (one.namespace, one.tier) not in cleared
+        ]
+
     def note_changed(self, change: m.NoteChange) -> None:
         """Other servers have cleared or deleted chunks in a tier: the pool follows."""
         self.follow(change.namespace, change.generation, change.keys, f"the tier {change.tier}")

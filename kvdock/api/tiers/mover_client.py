@@ -195,6 +195,7 @@ class MoverClient:
             self._clears.contents.answered(answer)
         for found in report.peers:
             self.peers.answered(found)
+        report.known = self._clears.still_known(report.known, self.known_bytes)
         self._tiers.follow(report)  # after clears have made it forget chunks, which `known` may name again
         for promise in report.promises:
             self.tickets.promised(promise)
@@ -208,7 +209,7 @@ class MoverClient:
         if (log := self._tiers.kv_log) is None:
             return
         for one in known:
-            if one.keys:
+            if one.keys or one.is_there:
                 await log.tier_has(bytes.fromhex(one.namespace), one.tier, one.keys, is_there=one.is_there)
             else:
                 log.cleared(bytes.fromhex(one.namespace), None, one.tier)

@@ -288,11 +288,11 @@ class Agreement:
                 else:
                     failed.add(order.namespace)
                 continue
+            self._observer.order_done(done)  # first, so that the server believes what is stored from now on
             with self._changed:
                 self._orders[handle.name].remove(order)
                 retry.partly.discard(order.number)
                 self._changed.notify_all()
-            self._observer.order_done(done)
         with self._changed:
             if whys:
                 retry.failed(whys[0], self._clock())

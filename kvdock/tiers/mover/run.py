@@ -271,6 +271,19 @@ class Mover:
         self._fetches.drop(digest, keys)
         for writer in self._writers.values():
             writer.drop(digest, keys)
+        self._tell_no_more(digest, keys)
+
+    def _tell_no_more(self, digest: bytes, keys: list[bytes] | None) -> None:
+        """Of these chunks it is not reported that a tier has them. `keys` None: all chunks of the namespace."""
+        namespace, known_bytes = digest.hex(), self._config.known_bytes
+        deleted = {key[:known_bytes] for key in keys or ()}
+        with self._out.lock:
+            for _ in range(len(self._out.untold)):
+                one = self._out.untold.popleft()
+                if one.is_there and one.namespace == namespace:
+                    one = one.without(deleted, known_bytes) if keys else msgspec.structs.replace(one, keys=b"")
+                if one.keys or not one.is_there:
+                    self._out.untold.append(one)
 
     def _looked_up(self, notice: LookupNotice) -> None:
         space = self._sessions.of(bytes.fromhex(notice.namespace))
@@ -338,8 +351,11 @@ class Mover:
         self._pipe.wake()
 
     def _note_changed(self, change: NoteChange) -> None:
+        digest = bytes.fromhex(change.namespace)
         if change.keys:
-            self._drop(bytes.fromhex(change.namespace), split_keys(change.keys))
+            self._drop(digest, split_keys(change.keys))
+        else:
+            self._tell_no_more(digest, None)
         with self._out.lock:
             self._out.report.note_changes.append(change)
         self._pipe.wake()

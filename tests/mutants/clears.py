@@ -21,6 +21,12 @@ MUTANTS = (
         equivalent="tiers follow the pool's generations, too",
     ),
     Mutant(
+        "T9z", "what was cleared is reported as stored", CLEARS,
+        "        if not self._pending:\n            return known\n", "        return known\n",
+        ("tests/tiers/test_kv_media.py", "-k", "is_not_believed"),
+        "test_what_is_cleared_before_its_storing_is_told_is_not_believed",
+    ),
+    Mutant(
         "T9b", "a deletion reaches the pool alone", CLEARS,
         "pending = None if space.tenant else self._order(space.digest, 0, keys, space)", "pending = None",
         on_disk("no_tier and delete"), "test_what_was_cleared_comes_back_from_no_tier",

@@ -274,7 +274,7 @@ class Mover:
         self._tell_no_more(digest, keys)
 
     def _tell_no_more(self, digest: bytes, keys: list[bytes] | None) -> None:
-        """Of these chunks it is not reported that a tier has them. `keys` None: all chunks of the namespace."""
+        """It is not reported any more that a tier has these chunks. `keys` None: all chunks of the namespace."""
         namespace, known_bytes = digest.hex(), self._config.known_bytes
         deleted = {key[:known_bytes] for key in keys or ()}
         with self._out.lock:

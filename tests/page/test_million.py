@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ SLOT_BYTES = 4096
 CHUNKS, SWEPT = 250_000, 1_000_000
 """Without and with --sweeps."""
 PER_CALL = 1000
-CALLS = 20
+CALLS, ROUNDS, MOST_ROUNDS = 20, 10, 300
 
 
 @pytest.fixture(scope="module")
@@ -73,24 +74,25 @@ def test_a_million_chunks_are_shown_and_kept_up_to_date(
 
 def test_the_status_of_a_million_chunks_costs_what_that_of_none_does(full_server: ServerProcess) -> None:
     """A walk over a million chunks takes some ten times as long as all else, over a quarter of them a third of it."""
-    with ServerProcess(heartbeat_s=60.0) as empty:
-        of_none_ns, of_all_ns = status_cost_ns(empty), status_cost_ns(full_server)
-    assert of_all_ns < 2 * of_none_ns
+    with ServerProcess(heartbeat_s=60.0) as empty, Client(empty.unix, timeout_s=PATIENCE_S) as of_none, \
+            Client(full_server.unix, timeout_s=PATIENCE_S) as of_all:
+        of_none.status()
+        of_all.status()
+        none_ns, all_ns = inf, inf
+        for number in range(MOST_ROUNDS):  # a busy machine makes each longer, never shorter
+            none_ns = min(none_ns, status_cost_ns(empty, of_none))
+            all_ns = min(all_ns, status_cost_ns(full_server, of_all))
+            if number >= ROUNDS and all_ns < 2 * none_ns:
+                return
+    pytest.fail(f"the status of a million chunks takes {all_ns / 1e6:.1f} ms, that of none {none_ns / 1e6:.1f}")
 
 
-def status_cost_ns(server: ServerProcess) -> int:
-    """The least processor time of the server's event loop for CALLS of status: a busy machine makes it longer, never
-    less."""
-    with Client(server.unix, timeout_s=PATIENCE_S) as client:
+def status_cost_ns(server: ServerProcess, client: Client) -> int:
+    """The processor time of the server's event loop for CALLS of status."""
+    before_ns = loop_ns(server)
+    for _ in range(CALLS):
         client.status()
-
-        def once() -> int:
-            before_ns = loop_ns(server)
-            for _ in range(CALLS):
-                client.status()
-            return loop_ns(server) - before_ns
-
-        return min(once() for _ in range(10))
+    return loop_ns(server) - before_ns
 
 
 def loop_ns(server: ServerProcess) -> int:

@@ -233,10 +233,10 @@ class Mover:
         for order in update.orders:
             self._agreement.order(order)
             if order.namespace:
-                self._drop(bytes.fromhex(order.namespace), split_keys(order.keys) or None)
+                self._cleared(bytes.fromhex(order.namespace), split_keys(order.keys) or None)
         if update.generations is not None:
             for digest in self._agreement.follow(update.generations):
-                self._drop(digest)
+                self._cleared(digest)
         self._agreement.server_followed(update.followed)
         if update.namespaces is not None:
             self._sessions.follow(update.namespaces)
@@ -266,14 +266,17 @@ class Mover:
         self._out.is_draining |= update.is_draining
 
     def _drop(self, digest: bytes, keys: list[bytes] | None = None) -> None:
-        """Chunks were cleared or deleted: they are neither loaded nor written. `keys` None: all chunks of the
-        namespace."""
+        """These chunks are neither loaded nor written. `keys` None: all chunks of the namespace."""
         self._fetches.drop(digest, keys)
         for writer in self._writers.values():
             writer.drop(digest, keys)
+
+    def _cleared(self, digest: bytes, keys: list[bytes] | None = None) -> None:
+        """These chunks were cleared or deleted. `keys` None: all chunks of the namespace."""
+        self._drop(digest, keys)
         self._tell_no_more(digest, keys)
 
-    def _tell_no_more(self, digest: bytes, keys: list[bytes] | None) -> None:
+    def _tell_no_more(self, digest: bytes, keys: list[bytes] | None = None) -> None:
         """It is not reported any more that a tier has these chunks. `keys` None: all chunks of the namespace."""
         namespace, known_bytes = digest.hex(), self._config.known_bytes
         deleted = {key[:known_bytes] for key in keys or ()}
@@ -353,9 +356,9 @@ class Mover:
     def _note_changed(self, change: NoteChange) -> None:
         digest = bytes.fromhex(change.namespace)
         if change.keys:
-            self._drop(digest, split_keys(change.keys))
+            self._cleared(digest, split_keys(change.keys))
         else:
-            self._tell_no_more(digest, None)
+            self._tell_no_more(digest)
         with self._out.lock:
             self._out.report.note_changes.append(change)
         self._pipe.wake()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_helpers import MIB, ServerProcess, eventually, unique
+from api_helpers import MIB, ServerProcess, comes_true, eventually, unique
 from connector_helpers import sweep
 from mover_steps import SteppedServer, kill_with_mover
 from tier_engine import CHUNK_TOKENS, TierEngine, manifest
@@ -153,7 +153,8 @@ def hits(engine: TierEngine, keys: list[bytes]) -> int:
 
 
 def come(engine: TierEngine, keys: list[bytes]) -> bool:
-    """They come from a tier, once the mover serves the engine's namespace."""
+    """They come from a tier, once the mover serves the engine's namespace and the tier is used for it. A busy machine
+    may be too slow for one request."""
     eventually(lambda: hits(engine, keys) == len(keys), 30.0)
     return True
 
@@ -173,13 +174,13 @@ def test_what_was_cleared_comes_back_from_no_tier(servers: Servers, change: Chan
     server, engine = ready(servers)
     keys, others = written(engine, engine.chain(CHUNKS)), written(engine, engine.chain(CHUNKS))
     clear_pool(server.unix)
-    assert hits(engine, keys) == hits(engine, others) == CHUNKS, "the tier has them"
+    assert come(engine, keys) and come(engine, others), "the tier has them"
     change(engine, keys)
     assert hits(engine, keys) == 0
-    assert hits(engine, others) == (CHUNKS if change in (delete, quarantine) else 0)
+    assert come(engine, others) if change in (delete, quarantine) else hits(engine, others) == 0
     written(engine, keys)
     clear_pool(server.unix)
-    assert hits(engine, keys) == CHUNKS, "what is stored afterwards is kept like anything else"
+    assert come(engine, keys), "what is stored afterwards is kept like anything else"
     change(engine, keys)
     assert hits(engine, keys) == 0, "a second time as well"
 
@@ -227,7 +228,7 @@ def test_more_deletions_than_a_note_can_name_clear_the_namespace(servers: Server
     assert hits(engine, others) == 0
     written(engine, keys)
     clear_pool(server.unix)
-    assert hits(engine, keys) == CHUNKS
+    assert come(engine, keys)
 
 
 # ---------------------------------------------------------------- on its way
@@ -251,7 +252,7 @@ def test_what_was_on_its_way_down_is_not_found(servers: Servers, change: Change,
     for _ in range(2):  # the write that was in progress may end now, and then counts as one of the first time
         written(engine, keys)
         clear_pool(server.unix)
-        if hits(engine, keys) == CHUNKS:
+        if comes_true(lambda: hits(engine, keys) == CHUNKS, 5.0, pause_s=0.01):
             return
     pytest.fail("what is stored again does not come back")
 
@@ -274,7 +275,7 @@ def test_what_was_leased_before_a_clear_is_neither_found_after_it_nor_known_to_b
     assert hits(engine, looked_up) == 0
     written(engine, again)  # without a lookup, after which a chunk that the tier lacks would be written anyway
     clear_pool(server.unix)
-    assert hits(engine, again) == len(again)
+    assert come(engine, again)
 
 
 @pytest.mark.sweep("made")
@@ -355,7 +356,7 @@ def test_a_tier_with_a_pending_order_is_not_used_until_it_has_carried_it_out(
     eventually(lambda: not list(servers.folder.glob("*.orders")), 30.0)
     written(engine, keys)
     clear_pool(server.unix)
-    assert hits(engine, keys) == CHUNKS
+    assert come(engine, keys)
 
 
 # ---------------------------------------------------------------- servers that share a store
@@ -370,7 +371,7 @@ def test_what_one_server_clears_is_found_at_no_other_that_shares_the_store(shari
     has_state(another.unix, "open")
     other = sharing.engine(another, "other")
     keys, kept = written(engine, engine.chain(CHUNKS)), written(engine, engine.chain(CHUNKS))
-    assert come(other, keys) and hits(other, kept) == CHUNKS
+    assert come(other, keys) and come(other, kept)
     other.store(keys)  # so they do not go with their last reader
     change(engine, keys)
     eventually(lambda: other.lookup(keys, unique("peeks")).hit_tokens == 0)
@@ -378,10 +379,10 @@ def test_what_one_server_clears_is_found_at_no_other_that_shares_the_store(shari
     clear_pool(server.unix)
     assert hits(engine, keys) == 0
     if change in (delete, quarantine):
-        assert hits(other, kept) == CHUNKS
+        assert come(other, kept)
     written(other, keys)
     clear_pool(server.unix)
-    eventually(lambda: hits(engine, keys) == CHUNKS)  # a store that was asked in vain is asked again a little later
+    assert come(engine, keys)  # a store that was asked in vain is asked again a little later
 
 
 @changes
@@ -413,7 +414,7 @@ def test_what_one_server_clears_is_not_found_on_the_disk_of_another(change: Chan
         assert come(engine_again, later)
         assert hits(engine_again, keys) == 0
         if change in (delete, quarantine):
-            assert hits(engine_again, kept) == CHUNKS
+            assert come(engine_again, kept)
 
 
 def on_disk(engine: TierEngine) -> int:

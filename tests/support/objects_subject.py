@@ -65,6 +65,14 @@ class S3Server(StoreProcess):
             return body
 
 
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """One for the tests of a module, which have it as `server = s3_server`."""
+    one = S3Server(tmp_path_factory.mktemp("s3"))
+    yield one
+    one.kill()
+
+
 class ObjectsSubject(TierSubject):
     """What both have in common: an object is read, changed and written back."""
 

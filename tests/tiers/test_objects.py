@@ -25,7 +25,7 @@ import obstore.store
 import pytest
 from api_helpers import LATE_S, soon
 from hypothesis import given, strategies as st
-from objects_subject import BUCKET, KEYS, S3Server, environment, opened
+from objects_subject import BUCKET, KEYS, S3Server, environment, opened, s3_server
 from ports import held_port
 from tier_helpers import (
     ARENA,
@@ -54,11 +54,7 @@ from kvdock.tiers.tier import PAGE_BYTES, Deadline, Outcome, ReadOnly, StillRunn
 pytestmark = pytest.mark.tiers
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    one = S3Server(tmp_path_factory.mktemp("s3"))
-    yield one
-    one.kill()
+server = s3_server
 
 
 @pytest.fixture

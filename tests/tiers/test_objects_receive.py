@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 from api_helpers import soon
 from certificates import self_signed
-from objects_subject import S3Server, opened
+from objects_subject import S3Server, opened, s3_server
 from s3_front import OBSTORE, SIGNED, Front, Request, front
 from tier_helpers import ARENA, MIB, Part, Parts, assert_loads, eventually, load, outcomes_of, patient, store_all
 
@@ -30,11 +30,7 @@ from kvdock.tiers.tier import PAGE_BYTES, Loaded, Outcome, StillRunning, ToLoad
 pytestmark = pytest.mark.tiers
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    one = S3Server(tmp_path_factory.mktemp("s3"))
-    yield one
-    one.kill()
+server = s3_server
 
 
 @pytest.fixture

@@ -326,7 +326,7 @@ class Drain:
         self._now_s = now_s
         self.is_asked_for = False
         self.has_written: Callable[[], bool] = lambda: True
-        """Whether no chunk waits to be written to lower tiers."""
+        """Whether no chunk waits to be written to lower tiers. A server with a mover sets it."""
         self._begun_s: float | None = None
         self._running: list[asyncio.Task[Any]] = []
         self._remove = False

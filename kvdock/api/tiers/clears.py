@@ -253,8 +253,8 @@ class Clears:
         return orders, generations, followed
 
     def still_known(self, known: list[m.KnownKeys], known_bytes: int) -> list[m.KnownKeys]:
-        """What the mover has reported, without chunks that a tier is said to have and that pending orders name: the
-        mover may not have known of the orders."""
+        """The mover's reports, without the chunks that a pending order clears or deletes in the tier: the mover may
+        have reported them before it knew of the order."""
         if not self._pending:
             return known
         deleted = {(one.namespace, one.tier): set[bytes]() for one in known if one.is_there}

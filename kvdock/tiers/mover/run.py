@@ -77,8 +77,8 @@ pool."""
 @dataclass
 class _Reports:
     """What is reported next. `untold`: what tiers have. `has_more`: they have more of that. `tiers_s`: when their
-    state was last reported. `is_draining`: the server drains. `has_told_end`: it was told that nothing more is
-    written."""
+    state was last reported. `is_draining`: the server drains. `has_told_end`: the server was told that
+    nothing more is written."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     report: MoverReport = field(default_factory=MoverReport)
@@ -277,7 +277,8 @@ class Mover:
         self._tell_no_more(digest, keys)
 
     def _tell_no_more(self, digest: bytes, keys: list[bytes] | None = None) -> None:
-        """It is not reported any more that a tier has these chunks. `keys` None: all chunks of the namespace."""
+        """Takes back what was not sent yet of reports that a tier has these chunks. `keys` None: all chunks of the
+        namespace."""
         namespace, known_bytes = digest.hex(), self._config.known_bytes
         deleted = {key[:known_bytes] for key in keys or ()}
         with self._out.lock:

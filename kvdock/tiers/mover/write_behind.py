@@ -571,7 +571,7 @@ class WriteBehind:
             for key in large:
                 self._known_stored.refuse((space.digest, key))
         good = [key for key in keys if key in of_key and key not in bad]
-        with self._changed:  # so that what drop() drops is not reported after it
+        with self._changed:  # so that no chunk is reported after drop() has dropped it
             if self.has(space, agreed, good):
                 self._observer.stored(space.digest, good)
         return True

@@ -45,7 +45,7 @@ IDLE_S: Final = 20.0
 STEP_BYTES: Final = 1 << 20
 """What is hashed at once, while it is still in the processor's caches."""
 FAILURES: Final = 8
-"""After so many in a row, all loads go through obstore for PAUSE_S."""
+"""After this many failures in a row, obstore is asked for everything during PAUSE_S seconds."""
 PAUSE_S: Final = 300.0
 
 
@@ -69,7 +69,7 @@ class Receiver:
             return [None] * len(paths)
         try:
             return await self._obstore.sign_async(self._store, paths, timedelta(seconds=SIGNED_S))
-        except Exception as error:  # obstore raises errors of its own and of Python
+        except Exception as error:  # obstore raises errors of its own and of Python; without URLs it is asked itself
             self._failed(error)
             return [None] * len(paths)
 
@@ -242,7 +242,7 @@ class _Connections:
         if one.sock is None:  # the store wants no other request on it
             return
         with self._lock:
-            if not self._is_closed:  # a request may end after close()
+            if not self._is_closed:  # else the request has outlived its tier
                 self._kept.append((self._clock(), url.netloc, one))
                 return
         one.close()

@@ -21,6 +21,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from math import ceil
 from pathlib import Path
@@ -37,6 +38,7 @@ from kvdock.datapath.cuda import CopyTuning, CudaCopier
 from kvdock.datapath.cuda_packed import PackedCudaCopier
 from kvdock.datapath.devices import CPU, Device
 from kvdock.datapath.errors import CopyError, CudaError, DatapathError, copy_error
+from kvdock.datapath.joint import shares_of, whole_of
 from kvdock.datapath.layout import PagedLayout
 from kvdock.protocol.errors import ApiError, ServerUnavailable
 from kvdock.protocol.schemas import Commit, MakeRaw, Manifest, Part, PartDone, RawPart, WritePart
@@ -228,30 +230,68 @@ class WorkerConnector:
     ) -> Loading:
         """Enqueues the copies and returns. `bands`: one for each group; GPUs only. `waits` False: no work on the
         engine's stream uses the blocks, so the copies wait only for the work on the stream `after`, if there is one."""
-        loading = Loading(attachment, plan, self._clock())
-        loading.holds_lease = attachment.grants.start(plan.lease)
-        if not loading.holds_lease:
-            loading.lost = True
-            return loading
-        try:
-            counts = plan.arrays.counts(len(self.session.manifest.groups))
+        loading = self._begun(attachment, plan)
+        counts = plan.arrays.counts(len(self.session.manifest.groups))
+        with self._failing(loading):
             for own, loader in zip(self._owns, self._loaders, strict=True):
                 # A few parts are submitted first: they are copied while the rest is prepared. With bands they would
                 # delay the first layers of all others.
                 first, end = 0 if bands is not None else min(FIRST_PARTS, counts[own.group]), counts[own.group]
                 for some in (range(first), range(first, end)):
-                    if some:
+                    if some and not loading.lost:
                         banded = bands[own.group] if bands is not None else None
                         self._submit(loading, own, loader, some, banded, self._stream if waits else after)
-        except CopyFailed as error:
-            self._load_lost(loading, error)
-        except CallFailed as error:
-            self.session.lost(attachment, error)
-            loading.lost = True
-        except Exception:  # whatever it was, somebody must wait for the copies that were submitted before it
-            log.exception("load request=%s failed", plan.request_id)
-            loading.lost = True
         return loading
+
+    def submit_together(
+        self, loads: Sequence[tuple[Attachment, LoadPlan]], bands: Sequence[Bands] | None = None
+    ) -> list[Loading]:
+        """submit_load() for loads for which one forward pass waits. Each copier copies the parts of all of them in one
+        copy, so the first band has the first layers of all: one load after the other, all layers of the others would
+        come before the first layer of the last one."""
+        if len(loads) == 1:
+            return [self.submit_load(*loads[0], bands)]
+        loadings = [self._begun(attachment, plan) for attachment, plan in loads]
+        for own, loader in zip(self._owns, self._loaders, strict=True):
+            described: list[tuple[Loading, DescribedParts, Sequence[int]]] = []
+            for loading in loadings:
+                count = loading.plan.arrays.counts(len(self.session.manifest.groups))[own.group]
+                with self._failing(loading):
+                    if count and not loading.lost:
+                        described.append((loading, *self._described(loading, own, range(count))))
+            if not described:
+                continue
+            with self._failing(*(loading for loading, _, _ in described)):
+                parts = [parts for _, parts, _ in described]
+                banded = bands[own.group] if bands is not None else None
+                handle = self._scatter(loader, DescribedParts.joined(parts), banded, self._stream)
+                for (loading, _, chunks), share in zip(described, shares_of(handle, [*map(len, parts)]), strict=True):
+                    loading.copies.append((own, chunks, share))
+        return loadings
+
+    def _begun(self, attachment: Attachment, plan: LoadPlan) -> Loading:
+        """A load of which nothing is submitted yet. It is lost if this worker must not use its lease."""
+        loading = Loading(attachment, plan, self._clock())
+        loading.holds_lease = attachment.grants.start(plan.lease)
+        loading.lost = not loading.holds_lease
+        return loading
+
+    @contextmanager
+    def _failing(self, *loadings: Loading) -> Iterator[None]:
+        """The loads are lost if anything fails."""
+        try:
+            yield
+        except CopyFailed as error:
+            for loading in loadings:
+                self._load_lost(loading, error)
+        except CallFailed as error:
+            for loading in loadings:
+                self.session.lost(loading.attachment, error)
+                loading.lost = True
+        except Exception:  # whatever it was, somebody must wait for the copies that were submitted before it
+            for loading in loadings:
+                log.exception("load request=%s failed", loading.plan.request_id)
+                loading.lost = True
 
     def maps(self, attachment: Attachment, plan: LoadPlan) -> bool:
         """Whether all segments that a load needs are mapped, so that submit_load() does not ask the server for them."""
@@ -263,18 +303,21 @@ class WorkerConnector:
         self, loading: Loading, own: Own, loader: Copier, some: range, bands: Bands | None, after: int | None
     ) -> None:
         """`some`: which of the group's pieces."""
+        parts, chunks = self._described(loading, own, some)
+        loading.copies.append((own, chunks, self._scatter(loader, parts, bands, after)))
+
+    def _described(self, loading: Loading, own: Own, some: range) -> tuple[DescribedParts, Sequence[int]]:
+        """The parts of some of the group's pieces, and their chunks."""
         pieces, writer = loading.plan.arrays, own.rank % self.session.manifest.writers
         blocks, lengths = self._shape_of(own.group)
         segments = self._mapped(loading.attachment, pieces.segments(own.group, writer))
         *described, chunks = pieces.described(own.group, writer, some.start, some.stop, blocks, lengths, segments)
-        parts = DescribedParts.of(*described)
+        return DescribedParts.of(*described), memoryview(chunks).cast("q")
+
+    def _scatter(self, loader: Copier, parts: DescribedParts, bands: Bands | None, after: int | None) -> CopyHandle:
         if bands is not None and isinstance(loader, (CudaCopier, PackedCudaCopier)):
-            handle: CopyHandle = loader.scatter(
-                parts, after=after, bands=bands.ends, verified_after=bands.verified_after
-            )
-        else:
-            handle = loader.scatter(parts, after=after)
-        loading.copies.append((own, memoryview(chunks).cast("q"), handle))
+            return loader.scatter(parts, after=after, bands=bands.ends, verified_after=bands.verified_after)
+        return loader.scatter(parts, after=after)
 
     def finish_load(self, loading: Loading) -> int:
         """Waits for the copies. Returns how many tokens are valid, counted from token 0."""
@@ -598,8 +641,10 @@ class Layers:
         self._watched, self._ordered, self._reached = [], set(), {}
         for loading in loadings:
             for own, _, handle in loading.copies:
-                assert isinstance(handle, StreamHandle), "watched loads are a GPU's"
-                self._watched.append((own.group, handle))
+                whole = whole_of(handle)
+                assert isinstance(whole, StreamHandle), "watched loads are a GPU's"
+                if (own.group, whole) not in self._watched:  # loads may share a copy
+                    self._watched.append((own.group, whole))
 
     def order(self, layer: str, stream: int) -> None:
         """Work that is put on `stream` from now on runs after the copies of the layer's KV. A layer that is in no group

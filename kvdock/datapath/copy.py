@@ -76,6 +76,18 @@ class DescribedParts:
         ids, first, skipped, bytes_of = (memoryview(one).cast("q") for one in (block_ids, starts, skips, lengths))
         return cls(memoryview(slots).cast("Q"), ids, first, skipped, memoryview(checksums).cast("Q"), bytes_of)
 
+    @classmethod
+    def joined(cls, some: Sequence[DescribedParts]) -> DescribedParts:
+        """The parts of each, one after the other."""
+        starts = array("q", [0])
+        for one in some:
+            before = starts[-1]
+            starts.extend([before + start for start in one.starts[1:]])
+        slots, ids, skips, checksums, lengths = map(b"".join, zip(
+            *((one.slots, one.block_ids, one.skips, one.checksums, one.lengths) for one in some), strict=True
+        ))
+        return cls.of(slots, ids, starts.tobytes(), skips, checksums, lengths)
+
     def __len__(self) -> int:
         return len(self.slots)
 

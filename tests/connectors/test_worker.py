@@ -12,12 +12,13 @@ import msgspec
 import pytest
 import torch
 from api_helpers import ServerProcess, eventually
-from connector_helpers import CHUNK, PER_CHUNK, Rig, tokens_of
+from connector_helpers import CHUNK, PER_CHUNK, Rig, Spectator, tokens_of
 
 from kvdock.client.client import Client
 from kvdock.connectors.plans import LoadPiece
 from kvdock.connectors.ranks import Answer, Order, Peers
 from kvdock.connectors.worker import FIRST_PARTS, Bands, Loading, Own
+from kvdock.datapath.joint import whole_of
 from kvdock.protocol import schemas as s
 from kvdock.shm.objects import SHM_DIR, unlink
 
@@ -89,6 +90,48 @@ def test_a_load_by_layers_is_one_copy(server: ServerProcess) -> None:
             assert [len(pieces) for _, pieces, _ in loading.copies] == copies
             rig.connector.worker.end_load(loading)
             begun[0].release()
+
+
+def test_loads_of_one_forward_pass_are_one_copy_and_each_has_a_verdict_of_its_own(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One is whole, one damaged, one cannot be described, and one shares its first chunk with a running request."""
+    each, kinds = 2 * PER_CHUNK, ("whole", "damaged", "cannot", "shared")
+    with Rig(server.unix, salt="together", num_blocks=256) as rig, Client(server.unix) as client:
+        worker, loads = rig.connector.worker, []
+        stored = {kind: range(at * each, (at + 1) * each) for at, kind in enumerate(kinds)}
+        into = {kind: range(128 + at * each, 128 + (at + 1) * each) for at, kind in enumerate(kinds)}
+        for at, kind in enumerate(kinds):
+            tokens = tokens_of(20 + at, 2)
+            rig.store(f"w-{kind}", tokens, stored[kind])
+            if kind == "damaged":
+                with Spectator(client, worker.session.manifest) as spectator:
+                    spectator.flip(spectator.slots(tokens)[1], 12345)
+            local = CHUNK if kind == "shared" else 0
+            begun = rig.connector.scheduler.lookups.begin_load(
+                kind, [into[kind]], local, rig.lookup(kind, tokens, local)
+            )
+            assert begun is not None
+            loads.append(begun)
+        loads[2] = loads[2][0], replace(loads[2][1], pieces=(replace(loads[2][1].pieces[0], parts=()),))
+        before = {kind: rig.blocks(blocks) for kind, blocks in into.items()}
+        loadings = worker.submit_together(loads)
+        assert [worker.finish_load(loading) for loading in loadings] == [2 * CHUNK, CHUNK, 0, 2 * CHUNK]
+        assert [loading.damaged for loading in loadings] == [[], [1], [], []]
+        handles = [handle for loading in loadings for _, _, handle in loading.copies]
+        assert len(handles) == 3 and len({whole_of(handle) for handle in handles}) == 1
+        took = [loading.took_s() for loading in loadings]
+        assert took[2] is None and took[0] == took[1] and (took[3] or 0) > 0
+        assert torch.equal(rig.blocks(into["whole"]), rig.blocks(stored["whole"]))
+        assert torch.equal(rig.blocks(into["cannot"]), before["cannot"]), "nothing is copied"
+        assert torch.equal(rig.blocks(into["shared"][:PER_CHUNK]), before["shared"][:, :PER_CHUNK])
+        assert torch.equal(rig.blocks(into["shared"][PER_CHUNK:]), rig.blocks(stored["shared"][PER_CHUNK:]))
+        assert "load request=cannot failed" in caplog.text
+        for loading in loadings:
+            worker.end_load(loading)
+            worker.settle(loading.attachment)
+            loading.attachment.release()
+        eventually(lambda: client.status().leases == 0)
 
 
 def test_copies_that_were_submitted_before_something_unexpected_are_waited_for(

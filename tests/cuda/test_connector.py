@@ -14,7 +14,7 @@ from engine_helpers import config
 from kvdock.client.client import Client
 from kvdock.connectors.engine_connector import ConnectorSettings, EngineConnector
 from kvdock.connectors.session import Identity
-from kvdock.connectors.worker import Bands
+from kvdock.connectors.worker import VERIFIED_BEFORE, Bands, Layers
 from kvdock.datapath.cuda import CudaHandle
 from kvdock.datapath.layout import paged_layout
 from kvdock.engine.kv_cache import KVCache
@@ -246,4 +246,38 @@ def test_a_load_by_layers_is_read_layer_by_layer_and_its_damage_is_found_at_its_
                 written = [one[list(range(BLOCKS))] for layer in range(layers)
                            for one in (writer.kv.k[layer], writer.kv.v[layer])]
                 assert all(torch.equal(seen, wanted) for seen, wanted in zip(read, written, strict=True))
+            reader.connector.finished(request)
+
+
+def test_the_loads_of_one_forward_pass_are_read_layer_by_layer_from_one_copy(
+    server: ServerProcess, writer: GpuRig
+) -> None:
+    layers, stream = len(writer.kv.k), new_stream()
+    prompts, into = [stored(writer, seed) for seed in (31, 32)], [list(range(at, at + BLOCKS)) for at in (64, 96)]
+    reader = GpuRig(server.unix, seed=6)
+    with reader:
+        worker, begun, requests = reader.connector.worker, [], []
+        for tokens, blocks in zip(prompts, into, strict=True):
+            requests.append(reader.hit(tokens))
+            begun.append(reader.connector.scheduler.lookups.begin_load(requests[-1], [blocks], 0, len(tokens)))
+        cut = Layers([{str(layer): 2 * layer + 1 for layer in range(layers)}], VERIFIED_BEFORE)
+        torch.cuda.synchronize()
+        loadings = worker.submit_together([one for one in begun if one is not None], cut.bands)
+        cut.watch(loadings)
+        assert len(loadings) == 2 and len(cut._watched) == 1, "one copy"
+        read = []
+        for layer in range(layers):
+            cut.order(str(layer), stream_of(stream))
+            with torch.cuda.stream(stream):
+                read += [one[layer][blocks].clone() for one in (reader.kv.k, reader.kv.v) for blocks in into]
+        assert [worker.finish_load(loading) for loading in loadings] == [*map(len, prompts)]
+        assert cut.all_ordered and all((loading.took_s() or 0) > 0 for loading in loadings)
+        stream.synchronize()
+        written = [one[layer][list(range(BLOCKS))] for layer in range(layers) for one in (writer.kv.k, writer.kv.v)]
+        assert all(torch.equal(seen, written[at // 2]) for at, seen in enumerate(read))
+        for loading in loadings:
+            worker.end_load(loading)
+            worker.settle(loading.attachment)
+            loading.attachment.release()
+        for request in requests:
             reader.connector.finished(request)

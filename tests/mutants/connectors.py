@@ -12,6 +12,18 @@ MUTANTS = (
         "test_a_load_is_valid_as_far_as_on_the_rank_that_got_least_and_nowhere_if_a_rank_is_lost",
     ),
     Mutant(
+        "P6d", "loads of one copy have each other's damaged chunks", "kvdock/datapath/joint.py",
+        "[at - first for at in self.whole.wrong() if first <= at < end]", "self.whole.wrong()",
+        ("tests/connectors/test_worker.py", "-k", "one_forward_pass"),
+        "test_loads_of_one_forward_pass_are_one_copy_and_each_has_a_verdict_of_its_own",
+    ),
+    Mutant(
+        "P6e", "the parts of the second load have the blocks of the first", "kvdock/datapath/copy.py",
+        "before + start for start", "start for start",
+        ("tests/connectors/test_worker.py", "-k", "one_forward_pass"),
+        "test_loads_of_one_forward_pass_are_one_copy_and_each_has_a_verdict_of_its_own",
+    ),
+    Mutant(
         "P6c", "what the other ranks got is not looked at", "kvdock/connectors/engine_connector.py",
         "valid = max(plan.local_tokens, min(valid, elsewhere))", "valid = max(plan.local_tokens, valid)",
         ("tests/engine/test_tp.py", "-k", "not_attached"),

@@ -10,7 +10,8 @@ wait for that thread. A thread of kvdock's submits the copies only where SGLang'
 GPU to compute the indices of the pages, or for the server, which has added a segment. In a pipeline, one more thread
 notes for the other stages how the copies have ended (stages.py).
 
-The forward pass asks for each layer's KV before it reads this KV. On a GPU, the forward pass's stream is then ordered
+The loads of a batch are one copy, which has the first layers of all of them first. The forward pass asks for each
+layer's KV before it reads this KV. On a GPU, the forward pass's stream is then ordered
 after the copy of the layer's band, so loading and computing overlap; on a CPU, the forward pass waits for the copies of
 the whole load. All recurrent states are loaded before the forward pass starts. SGLang asks for the verdict on the loads
 when it processes the result of the forward pass (verdicts.py); no copy writes to its pages any more once it has it.
@@ -77,8 +78,7 @@ class _Batch:
     """Seconds from the start until all copies were submitted."""
 
     def took_s(self, loadings: Sequence[Loading], now_s: float) -> float:
-        """The seconds that the loads took: their copies run one after the other. Until now if a copy's are not
-        known."""
+        """The seconds that the loads took, of whose copy each has a share. Until now if a share is not known."""
         copies = [loading.took_s() for loading in loadings]
         return now_s - self.started_s if None in copies else self.submit_s + sum(s for s in copies if s is not None)
 
@@ -318,13 +318,14 @@ class Loads:
     # ------------------------------------------------------------------ copies
 
     def _submit(self, batch: _Batch, ready: Ready) -> None:
-        """Submits the copies. A load that cannot be submitted fails, whatever the cause, and those after it."""
+        """Submits the copies. A load that cannot be submitted fails; if anything else fails, all loads do."""
         has_bands = self.pools.stream is not None and not any(load.is_early for load in batch.loads)
         loadings, bands = list[Loading](), self._layers.bands if has_bands else None
         try:
             ready.wait()
-            for load in () if batch.is_outdated else batch.loads:
-                loadings.append(self.pools.worker.submit_load(load.attachment, self._placed(load), bands))
+            if not batch.is_outdated:
+                placed = [(load.attachment, self._placed(load)) for load in batch.loads]
+                loadings = self.pools.worker.submit_together(placed, bands)
         except Exception:  # it must not end SGLang's thread
             log.exception("a load was not submitted")
         finally:

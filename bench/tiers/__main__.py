@@ -21,8 +21,8 @@ for each miss. known_bytes_per_chunk: what the server takes to know what tiers h
 warm_found_share, cold_wait_round_trips, idle_bytes_per_min and others: what an object store at some distance costs
 requests (bench/tiers/far.py). warm_load_share_of_gets: how fast a prefix comes from there, beside plain GETs of the
 same objects (bench/tiers/far_loads.py). hot_kept_share_disk, burst_served_share, open_1tb_first_hit_s and others: what
-tiers keep, take and cost in weeks of service (bench/tiers/weeks.py). Without --json, what is wanted stands beside a
-figure.
+tiers keep, take and cost in weeks of service (bench/tiers/weeks.py), and how long lookups wait while a disk is opened
+(bench/tiers/starts.py). Without --json, what is wanted stands beside a figure.
 
 Each figure is the median of its rounds, a share or ratio the median of the paired ones. Parts lie in POSIX shared
 memory, are 2 to 32 MiB large, and are compared with what was stored. On disk none goes through the page cache.

@@ -9,31 +9,22 @@
   two; cpu_store_s_per_gb_64k, cpu_load_s_per_gb_64k.
 - open_1tb_first_hit_s, open_1tb_bytes_per_record: until the tier on a disk with 1 TiB of parts of 2 MiB (sparse files)
   finds the newest part, and the memory that each part takes.
-- longest_lookup_ms_beside_start: the longest lookup at a server while the mover opens that disk and tells what it has.
-  longest_lookup_ms_beside_nothing: at a server without a disk, as long; what the machine itself makes lookups wait.
-  longest_lookup_work_ms_beside_start, longest_lookup_work_ms_beside_nothing: the longest of what lookups took less the
-  time in which client or server could run and waited for a processor, as the kernel counts it. Python collects no
-  garbage of the client meanwhile: what this benchmark has imported is not the server's.
-  longest_turn_ms_beside_start, longest_turn_ms_beside_nothing: the longest turn of the server's event loop meanwhile,
-  by its processor time (bench/floods/turns.py): the server's part in that wait.
+- longest_lookup_ms_beside_start and others: what lookups wait while the mover opens that disk (bench/tiers/starts.py).
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
-from bench.floods.turns import LongestTurn
 from bench.serving import Engine, ServerProcess, chain
-from bench.tiers import stores
+from bench.tiers import starts, stores
 from bench.tiers.far import awaited, wait_until_used
 from kvdock.client.client import Client
 from kvdock.shm.checksum import checksum
@@ -52,8 +43,6 @@ BEAT_S, TTL_S = 0.25, 8
 BURST, BURST_WAIT_S, HELD_S = 24, 20.0, 0.05
 CPU_PARTS, CPU_BATCH = 4096, 128
 TIB = 1 << 40
-OPENED_S, TOLD_S = 180.0, 10.0
-"""How long the disk may take to open, and how long the mover tells then what it has."""
 
 
 def hot_kept(tier: dict[str, object], *, is_shared: bool) -> float:
@@ -185,53 +174,6 @@ def open_1tb(folder: Path, newest: PartName) -> dict[str, float]:
     return {"open_1tb_first_hit_s": seconds, "open_1tb_bytes_per_record": each}
 
 
-class Waits:
-    """How long the main threads of processes could run and waited for a processor."""
-
-    def __init__(self, stack: ExitStack, *processes: int) -> None:
-        self._files = [os.open(f"/proc/{process}/schedstat", os.O_RDONLY) for process in processes]
-        for file in self._files:
-            stack.callback(os.close, file)
-
-    def so_far_s(self) -> float:
-        return sum(int(os.pread(file, 100, 0).split()[1]) for file in self._files) / 1e9
-
-
-def beside_start(folder: Path | None, name: str) -> dict[str, float]:
-    """The longest lookup in ms. None: without a disk. `name`: what it is beside."""
-    settings: dict[str, object] = {"pool_bytes": 16 * MIB, "missed_heartbeats": 1000}
-    settings |= {"disk_path": str(folder), "disk_bytes": TIB} if folder else {}
-    with ExitStack() as stack:
-        turns = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "turns"
-        longest_turn = LongestTurn(turns)
-        server = stack.enter_context(ServerProcess("measured", turns_file=str(turns), **settings))
-        client = stack.enter_context(Client(server.unix))
-        engine = stack.enter_context(closing(Engine(client, "start", 4096)))
-        keys, longest_s, until_s, is_open = chain(64, "start"), 0.0, time.monotonic() + OPENED_S, False
-        waits, longest_work_s = Waits(stack, server.pid, os.getpid()), 0.0
-        engine.store(keys)
-        gc.disable()
-        stack.callback(gc.enable)
-        while time.monotonic() < until_s:
-            for _ in range(100):
-                before_s, began_s = waits.so_far_s(), time.monotonic()
-                engine.look_up(keys)
-                took_s = time.monotonic() - began_s
-                longest_s = max(longest_s, took_s)
-                longest_work_s = max(longest_work_s, took_s - (waits.so_far_s() - before_s))
-            engine.beat()
-            if not is_open and (not folder or any(tier.state == "open" for tier in client.status().tiers)):
-                is_open, until_s = True, time.monotonic() + TOLD_S
-        if not is_open:
-            raise RuntimeError("the disk was not opened")
-        longest_turn_ms = longest_turn.read().cpu_ms  # before the server ends
-    return {
-        f"longest_lookup_ms_beside_{name}": longest_s * 1e3,
-        f"longest_lookup_work_ms_beside_{name}": longest_work_s * 1e3,
-        f"longest_turn_ms_beside_{name}": longest_turn_ms,
-    }
-
-
 def measure(folder: Path) -> dict[str, list[float]]:
     figures: dict[str, float] = {}
     room = {"disk_path": str(folder / "hot"), "disk_bytes": 20 * MIB}
@@ -248,6 +190,5 @@ def measure(folder: Path) -> dict[str, list[float]]:
     (folder / "large").mkdir()
     newest = make_1tb(folder / "large")
     figures |= open_1tb(folder / "large", newest)
-    figures |= beside_start(folder / "large", "start")
-    figures |= beside_start(None, "nothing")
+    figures |= starts.measure(folder / "large")
     return {name: [figure] for name, figure in figures.items()}

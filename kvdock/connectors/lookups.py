@@ -560,7 +560,8 @@ class Lookups:
                 self.waits.loads.shared(request_id)
 
     def load_took(self, tokens: int, seconds: float) -> None:
-        """A load of `tokens` has ended. It took `seconds`, counted from the moment when it could start."""
+        """A load of `tokens` has ended. It took `seconds`, counted from the moment when it could start; of a copy of
+        several loads, its share of them."""
         self._choice.loaded(tokens, seconds)
 
     def load_failed(self, request_id: str, valid_tokens: int) -> None:

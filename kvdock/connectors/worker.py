@@ -71,6 +71,18 @@ class Own(NamedTuple):
     group: int
 
 
+def seconds_of(copies: Iterable[tuple[Own, object, CopyHandle]]) -> float | None:
+    """The seconds that copies took, if those of a copier run one after another, and copiers side by side. None: there
+    are no copies, or the time of one is not known."""
+    by_copier: dict[Own, float] = {}
+    for own, _, handle in copies:
+        seconds = handle.took_s()
+        if seconds is None:
+            return None
+        by_copier[own] = by_copier.get(own, 0.0) + seconds
+    return max(by_copier.values(), default=None)
+
+
 class _Copying(Generic[Piece]):
     """The copies of a load or a store. `copies`: what is copied, the pieces (of a load: their chunks) and the handle of
     each copy."""
@@ -87,15 +99,8 @@ class _Copying(Generic[Piece]):
         return all(handle.wait(timeout_s) for _, _, handle in self.copies)
 
     def took_s(self) -> float | None:
-        """The seconds that the copies took, if those of a copier run one after another, and copiers side by side.
-        None when the time of one copy is not known."""
-        by_copier: dict[Own, float] = {}
-        for own, _, handle in self.copies:
-            seconds = handle.took_s()
-            if seconds is None:
-                return None
-            by_copier[own] = by_copier.get(own, 0.0) + seconds
-        return max(by_copier.values(), default=None)
+        """See seconds_of()."""
+        return seconds_of(self.copies)
 
     def order(self, stream: int) -> None:
         """Work that is put on `stream` (a CUstream) from now on runs after the copies. GPUs only."""
@@ -122,6 +127,8 @@ class Loading(_Copying[int]):
     def __init__(self, attachment: Attachment, plan: LoadPlan, started_s: float) -> None:
         super().__init__(attachment, started_s)
         self.plan, self.holds_lease = plan, False
+        self.counts: Sequence[int] = ()
+        """By KV group, how many pieces it has."""
         self.lost = False
         """The load could not be submitted, or its copies failed: no byte can be trusted."""
         self.damaged: list[int] = []
@@ -231,14 +238,14 @@ class WorkerConnector:
         """Enqueues the copies and returns. `bands`: one for each group; GPUs only. `waits` False: no work on the
         engine's stream uses the blocks, so the copies wait only for the work on the stream `after`, if there is one."""
         loading = self._begun(attachment, plan)
-        counts = plan.arrays.counts(len(self.session.manifest.groups))
         with self._failing(loading):
-            for own, loader in zip(self._owns, self._loaders, strict=True):
+            for own, loader in () if loading.lost else zip(self._owns, self._loaders, strict=True):
                 # A few parts are submitted first: they are copied while the rest is prepared. With bands they would
                 # delay the first layers of all others.
-                first, end = 0 if bands is not None else min(FIRST_PARTS, counts[own.group]), counts[own.group]
+                end = loading.counts[own.group]
+                first = 0 if bands is not None else min(FIRST_PARTS, end)
                 for some in (range(first), range(first, end)):
-                    if some and not loading.lost:
+                    if some:
                         banded = bands[own.group] if bands is not None else None
                         self._submit(loading, own, loader, some, banded, self._stream if waits else after)
         return loading
@@ -248,32 +255,42 @@ class WorkerConnector:
     ) -> list[Loading]:
         """submit_load() for loads for which one forward pass waits. Each copier copies the parts of all of them in one
         copy, so the first band has the first layers of all: one load after the other, all layers of the others would
-        come before the first layer of the last one."""
+        come before the first layer of the last one. Where some parts are packed and others raw, these are two copies.
+        """
         if len(loads) == 1:
             return [self.submit_load(*loads[0], bands)]
         loadings = [self._begun(attachment, plan) for attachment, plan in loads]
         for own, loader in zip(self._owns, self._loaders, strict=True):
             described: list[tuple[Loading, DescribedParts, Sequence[int]]] = []
             for loading in loadings:
-                count = loading.plan.arrays.counts(len(self.session.manifest.groups))[own.group]
                 with self._failing(loading):
-                    if count and not loading.lost:
+                    if not loading.lost and (count := loading.counts[own.group]):
                         described.append((loading, *self._described(loading, own, range(count))))
-            if not described:
-                continue
             with self._failing(*(loading for loading, _, _ in described)):
-                parts = [parts for _, parts, _ in described]
-                banded = bands[own.group] if bands is not None else None
-                handle = self._scatter(loader, DescribedParts.joined(parts), banded, self._stream)
-                for (loading, _, chunks), share in zip(described, shares_of(handle, [*map(len, parts)]), strict=True):
-                    loading.copies.append((own, chunks, share))
+                if described:
+                    self._submit_joint(own, loader, described, bands[own.group] if bands is not None else None)
         return loadings
+
+    def _submit_joint(
+        self, own: Own, loader: Copier, described: Sequence[tuple[Loading, DescribedParts, Sequence[int]]],
+        bands: Bands | None,
+    ) -> None:
+        parts = [parts for _, parts, _ in described]
+        handle = self._scatter(loader, DescribedParts.joined(parts), bands, self._stream)
+        try:
+            for (loading, _, chunks), share in zip(described, shares_of(handle, [*map(len, parts)]), strict=True):
+                loading.copies.append((own, chunks, share))
+        except BaseException:
+            handle.wait(None)  # a load without its share would not wait for it
+            raise
 
     def _begun(self, attachment: Attachment, plan: LoadPlan) -> Loading:
         """A load of which nothing is submitted yet. It is lost if this worker must not use its lease."""
         loading = Loading(attachment, plan, self._clock())
         loading.holds_lease = attachment.grants.start(plan.lease)
         loading.lost = not loading.holds_lease
+        with self._failing(loading):
+            loading.counts = plan.arrays.counts(len(self.session.manifest.groups))
         return loading
 
     @contextmanager
@@ -282,15 +299,14 @@ class WorkerConnector:
         try:
             yield
         except CopyFailed as error:
-            for loading in loadings:
-                self._load_lost(loading, error)
+            self._load_lost(error, *loadings)
         except CallFailed as error:
             for loading in loadings:
-                self.session.lost(loading.attachment, error)
                 loading.lost = True
+                self.session.lost(loading.attachment, error)
         except Exception:  # whatever it was, somebody must wait for the copies that were submitted before it
+            log.exception("load request=%s failed", _requests(loadings))
             for loading in loadings:
-                log.exception("load request=%s failed", loading.plan.request_id)
                 loading.lost = True
 
     def maps(self, attachment: Attachment, plan: LoadPlan) -> bool:
@@ -327,7 +343,7 @@ class WorkerConnector:
             for _, chunks, handle in loading.copies:
                 loading.damaged += [chunks[at] for at in handle.wrong()]
         except CopyFailed as error:
-            self._load_lost(loading, error)
+            self._load_lost(error, loading)
         failed = [piece.chunk for piece in plan.pieces] if loading.lost else []
         if not loading.holds_lease:
             return plan.local_tokens
@@ -338,9 +354,10 @@ class WorkerConnector:
             self.session.outcomes.loaded(self._bytes_of(plan), took_s)
         return valid
 
-    def _load_lost(self, loading: Loading, error: Exception) -> None:
-        log.warning("load request=%s failed: %s", loading.plan.request_id, error)
-        loading.lost = True
+    def _load_lost(self, error: Exception, *loadings: Loading) -> None:
+        log.warning("load request=%s failed: %s", _requests(loadings), error)
+        for loading in loadings:
+            loading.lost = True
 
     def end_load(self, loading: Loading) -> None:
         """Reports damaged chunks, and queues the release of the lease; settle() sends it."""
@@ -561,6 +578,10 @@ def _checked(manifest: Manifest, group: int, layout: PagedLayout) -> _core.Packe
     return shape_of(manifest.groups[group], layout, blocks)
 
 
+def _requests(loadings: Iterable[Loading]) -> str:
+    return ", ".join(loading.plan.request_id for loading in loadings)
+
+
 def _part_of(piece: StorePiece, rank: int) -> WritePart:
     return next(part for part in piece.parts if part.writer == rank)
 
@@ -642,9 +663,10 @@ class Layers:
         for loading in loadings:
             for own, _, handle in loading.copies:
                 whole = whole_of(handle)
+                if any(known is whole for _, known in self._watched):
+                    continue  # loads may share a copy
                 assert isinstance(whole, StreamHandle), "watched loads are a GPU's"
-                if (own.group, whole) not in self._watched:  # loads may share a copy
-                    self._watched.append((own.group, whole))
+                self._watched.append((own.group, whole))
 
     def order(self, layer: str, stream: int) -> None:
         """Work that is put on `stream` from now on runs after the copies of the layer's KV. A layer that is in no group

@@ -78,14 +78,12 @@ class DescribedParts:
 
     @classmethod
     def joined(cls, some: Sequence[DescribedParts]) -> DescribedParts:
-        """The parts of each, one after the other."""
-        starts = array("q", [0])
-        for one in some:
-            before = starts[-1]
-            starts.extend([before + start for start in one.starts[1:]])
+        """The parts of each, one after the other. Those of all have equally many blocks."""
         slots, ids, skips, checksums, lengths = map(b"".join, zip(
             *((one.slots, one.block_ids, one.skips, one.checksums, one.lengths) for one in some), strict=True
         ))
+        each = some[0].starts[1]
+        starts = array("q", range(0, each * sum(map(len, some)) + 1, each))
         return cls.of(slots, ids, starts.tobytes(), skips, checksums, lengths)
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""One copy of the parts of several loads, so that each of its bands has the first layers of all of them.
+"""One copy of the parts of several loads, whose bands have the same layers of all of them.
 
     handle = copier.scatter(DescribedParts.joined(parts of each load), bands=…)
     shares_of(handle, numbers of parts) ─► for each load, a CopyHandle of its own parts
@@ -9,16 +9,28 @@ A share ends when the whole copy ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
-from kvdock.datapath.copy import CopyHandle, PartResult, StreamHandle
+from kvdock.datapath.copy import CopyHandle, PartResult
+
+
+class Joint:
+    """The whole copy. All shares find out at once which of its parts are wrong."""
+
+    def __init__(self, handle: CopyHandle, count: int) -> None:
+        self.handle, self.count = handle, count
+
+    @cached_property
+    def wrong(self) -> list[int]:
+        return self.handle.wrong()
 
 
 class Share:
-    """A load's share of a copy (a CopyHandle): `count` of the `total` parts, from `first` on."""
+    """A load's share of a copy (a CopyHandle): `count` of its parts, from `first` on."""
 
-    def __init__(self, whole: CopyHandle, first: int, count: int, total: int) -> None:
-        self.whole = whole
-        self._own, self._share = slice(first, first + count), count / total
+    def __init__(self, joint: Joint, first: int, count: int) -> None:
+        self._joint, self._own = joint, slice(first, first + count)
+        self.whole = joint.handle
 
     def done(self) -> bool:
         return self.whole.done()
@@ -32,36 +44,23 @@ class Share:
     def wrong(self) -> list[int]:
         """Counted from the load's first part."""
         first, end = self._own.start, self._own.stop
-        return [at - first for at in self.whole.wrong() if first <= at < end]
+        return [at - first for at in self._joint.wrong if first <= at < end]
 
     def took_s(self) -> float | None:
         """Its share of the copy's seconds, by the number of its parts."""
-        took_s = self.whole.took_s()
-        return None if took_s is None else took_s * self._share
+        took_s, own = self.whole.took_s(), self._own.stop - self._own.start
+        return None if took_s is None else took_s * own / self._joint.count
 
 
-class StreamShare(Share):
-    """A share of a copy on a GPU (a StreamHandle)."""
-
-    whole: StreamHandle
-
-    def order(self, stream: int, band: int | None = None) -> int:
-        return self.whole.order(stream, band)
-
-    def verified(self, timeout_s: float | None) -> list[PartResult] | None:
-        found = self.whole.verified(timeout_s)
-        return None if found is None else found[self._own]
-
-
-def shares_of(whole: CopyHandle, counts: Sequence[int]) -> list[Share]:
+def shares_of(handle: CopyHandle, counts: Sequence[int]) -> list[Share]:
     """The shares of loads that have so many parts each, in the order of their parts."""
-    of, first, shares = StreamShare if isinstance(whole, StreamHandle) else Share, 0, []
+    joint, first, shares = Joint(handle, sum(counts)), 0, []
     for count in counts:
-        shares.append(of(whole, first, count, sum(counts)))
+        shares.append(Share(joint, first, count))
         first += count
     return shares
 
 
 def whole_of(handle: CopyHandle) -> CopyHandle:
-    """The copy that a handle is of."""
+    """The whole copy, if the handle is a share."""
     return handle.whole if isinstance(handle, Share) else handle

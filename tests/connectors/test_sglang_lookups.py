@@ -579,15 +579,20 @@ def test_a_load_is_submitted_later_if_its_pages_are_not_known_soon_and_so_are_th
     assert [name.startswith("kvdock-load") for name in submitted] == [True, True, False]
 
 
-def test_a_load_that_cannot_be_submitted_or_judged_fails_and_ends_no_engine(
-    engine: Engine, server: ServerProcess
+@pytest.mark.parametrize("method", ["submit_load", "submit_together", "_described", "_scatter", "finish_load"])
+def test_loads_that_cannot_be_submitted_or_judged_fail_and_end_no_engine(
+    method: str, engine: Engine, server: ServerProcess
 ) -> None:
-    for method in ("submit_load", "finish_load"):
+    for count in (1, 2):
         with pytest.MonkeyPatch.context() as broken:
             broken.setattr(engine.worker, method, lambda *given: 1 / 0)
-            begun_load(engine, method, 8)
-            assert not engine.loads.finish(engine.loads.start(Ready()))
+            for number in range(count):
+                begun_load(engine, f"{method} {count} {number}", 8 + 2 * number)
+            landed = engine.loads.finish(engine.loads.start(Ready()))
+            assert landed is (method == "submit_load" and count == 2), "several loads are one copy"
             eventually(held(server))
+        attachment = engine.worker.session.attachment
+        assert attachment is not None and not attachment.grants._active
 
 
 def test_a_load_is_told_and_its_pages_are_offered_once_sglang_has_sent_the_tokens(

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 import torch
 from api_helpers import ServerProcess, eventually
-from connector_helpers import CHUNK, PER_CHUNK, Rig, Spectator, tokens_of
+from connector_helpers import BLOCK, CHUNK, PER_CHUNK, Rig, Spectator, tokens_of
 
 from kvdock.client.client import Client
 from kvdock.connectors.plans import LoadPiece
@@ -95,7 +95,8 @@ def test_a_load_by_layers_is_one_copy(server: ServerProcess) -> None:
 def test_loads_of_one_forward_pass_are_one_copy_and_each_has_a_verdict_of_its_own(
     server: ServerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One is whole, one damaged, one cannot be described, and one shares its first chunk with a running request."""
+    """One is whole, one damaged, one cannot be described, and one shares its first blocks with a running request."""
+    shared = PER_CHUNK + 1
     each, kinds = 2 * PER_CHUNK, ("whole", "damaged", "cannot", "shared")
     with Rig(server.unix, salt="together", num_blocks=256) as rig, Client(server.unix) as client:
         worker, loads = rig.connector.worker, []
@@ -107,7 +108,7 @@ def test_loads_of_one_forward_pass_are_one_copy_and_each_has_a_verdict_of_its_ow
             if kind == "damaged":
                 with Spectator(client, worker.session.manifest) as spectator:
                     spectator.flip(spectator.slots(tokens)[1], 12345)
-            local = CHUNK if kind == "shared" else 0
+            local = shared * BLOCK if kind == "shared" else 0
             begun = rig.connector.scheduler.lookups.begin_load(
                 kind, [into[kind]], local, rig.lookup(kind, tokens, local)
             )
@@ -124,8 +125,8 @@ def test_loads_of_one_forward_pass_are_one_copy_and_each_has_a_verdict_of_its_ow
         assert took[2] is None and took[0] == took[1] and (took[3] or 0) > 0
         assert torch.equal(rig.blocks(into["whole"]), rig.blocks(stored["whole"]))
         assert torch.equal(rig.blocks(into["cannot"]), before["cannot"]), "nothing is copied"
-        assert torch.equal(rig.blocks(into["shared"][:PER_CHUNK]), before["shared"][:, :PER_CHUNK])
-        assert torch.equal(rig.blocks(into["shared"][PER_CHUNK:]), rig.blocks(stored["shared"][PER_CHUNK:]))
+        assert torch.equal(rig.blocks(into["shared"][:shared]), before["shared"][:, :shared])
+        assert torch.equal(rig.blocks(into["shared"][shared:]), rig.blocks(stored["shared"][shared:]))
         assert "load request=cannot failed" in caplog.text
         for loading in loadings:
             worker.end_load(loading)

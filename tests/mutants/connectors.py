@@ -13,13 +13,13 @@ MUTANTS = (
     ),
     Mutant(
         "P6d", "loads of one copy have each other's damaged chunks", "kvdock/datapath/joint.py",
-        "[at - first for at in self.whole.wrong() if first <= at < end]", "self.whole.wrong()",
+        "[at - first for at in self._joint.wrong if first <= at < end]", "self._joint.wrong",
         ("tests/connectors/test_worker.py", "-k", "one_forward_pass"),
         "test_loads_of_one_forward_pass_are_one_copy_and_each_has_a_verdict_of_its_own",
     ),
     Mutant(
-        "P6e", "the parts of the second load have the blocks of the first", "kvdock/datapath/copy.py",
-        "before + start for start", "start for start",
+        "P6e", "loads of one copy are loaded into the shared blocks of running requests", "kvdock/datapath/copy.py",
+        "one.block_ids, one.skips,", "one.block_ids, bytes(len(one.skips) * 8),",
         ("tests/connectors/test_worker.py", "-k", "one_forward_pass"),
         "test_loads_of_one_forward_pass_are_one_copy_and_each_has_a_verdict_of_its_own",
     ),

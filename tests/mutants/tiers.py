@@ -13,6 +13,11 @@ SHARED = "tests/tiers/test_shared_stores.py"
 
 MUTANTS = (
     Mutant(
+        "T9y", "what a tier has is told with a pause after each few slices", "kvdock/tiers/mover/run.py",
+        "            self._out.has_more = True\n            return\n", "            return\n",
+        ("tests/tiers/test_known_slices.py",), "test_no_slice_waits_once_the_ones_before_it_are_told",
+    ),
+    Mutant(
         "L1", "a disk's log grows beyond its limit", "kvdock/tiers/disk/log.py",
         "+ self.segment_bytes <= self._capacity_bytes", "+ self.segment_bytes <= 2 * self._capacity_bytes",
         (DISK, "-k", "limit"), "test_the_limit_is_never_exceeded_not_even_for_a_moment",

@@ -38,7 +38,7 @@ from kvdock.protocol.wire_types import KEY_BYTES, OWN_TENANT
 
 QUEUE_BYTES = 8 << 20
 """The most bytes of keys that wait to be sent to the mover; lookups beyond it are not sent."""
-FRAME_BYTES = 256 << 10
+FRAME_BYTES = 64 << 10
 """About the most bytes of keys in one update: it is encoded and sent in one turn of the event loop."""
 UPDATE_S = 0.1
 """The latest that an update is sent for which no request waits."""

@@ -10,11 +10,11 @@ wait for that thread. A thread of kvdock's submits the copies only where SGLang'
 GPU to compute the indices of the pages, or for the server, which has added a segment. In a pipeline, one more thread
 notes for the other stages how the copies have ended (stages.py).
 
-The loads of a batch are one copy, which has the first layers of all of them first. The forward pass asks for each
-layer's KV before it reads this KV. On a GPU, the forward pass's stream is then ordered
-after the copy of the layer's band, so loading and computing overlap; on a CPU, the forward pass waits for the copies of
-the whole load. All recurrent states are loaded before the forward pass starts. SGLang asks for the verdict on the loads
-when it processes the result of the forward pass (verdicts.py); no copy writes to its pages any more once it has it.
+The loads of a batch are one copy for each KV group, which has the first layers of all loads first. The forward pass
+asks for each layer's KV before it reads this KV. On a GPU, the forward pass's stream is then ordered after the copy of
+the layer's band, so loading and computing overlap; on a CPU, the forward pass waits for the copies of the whole load.
+All recurrent states are loaded before the forward pass starts. SGLang asks for the verdict on the loads when it
+processes the result of the forward pass (verdicts.py); no copy writes to its pages any more once it has it.
 
 Invariant: every plan that was queued is copied, or given up, exactly once; its lease is released once its copies have
 ended (W1 in docs/understand/lifetime_protocol.md).
@@ -39,7 +39,7 @@ from kvdock.connectors.sglang.pools import KVGroup, RankPools
 from kvdock.connectors.sglang.ranks import Ranks
 from kvdock.connectors.sglang.stages import Notes
 from kvdock.connectors.sglang.verdicts import Verdicts
-from kvdock.connectors.worker import VERIFIED_BEFORE, Layers, Loading
+from kvdock.connectors.worker import VERIFIED_BEFORE, Layers, Loading, seconds_of
 
 log = logging.getLogger("kvdock.sglang")
 
@@ -49,7 +49,7 @@ class QueuedLoad:
     """`indices`: SGLang's indices of the memory to fill, by the name of the transfer; `epoch`: the epoch of the weights
     for which the load was promised; `pages`: the hashes of the pages to load; `is_early`: no batch of SGLang's has it
     (early.py). Once it has ended, `took_s`: the seconds that its batch's loads took, to submit and to copy them;
-    `copy_s`: those of its own copies on this rank, None: not known. `blocks`: by KV group, the ids of the blocks to
+    `copy_s`: those of the copies alone, on this rank; None: not known. `blocks`: by KV group, the ids of the blocks to
     fill, once the GPU has computed them; None: the group is not loaded.
     """
 
@@ -76,11 +76,6 @@ class _Batch:
     submitted: Future[list[Loading]] = field(default_factory=Future)
     submit_s: float = 0.0
     """Seconds from the start until all copies were submitted."""
-
-    def took_s(self, loadings: Sequence[Loading], now_s: float) -> float:
-        """The seconds that the loads took, of whose copy each has a share. Until now if a share is not known."""
-        copies = [loading.took_s() for loading in loadings]
-        return now_s - self.started_s if None in copies else self.submit_s + sum(s for s in copies if s is not None)
 
 
 class _Threads(NamedTuple):
@@ -151,8 +146,8 @@ class LayerCounter:
 
 class Loads:
     """`ended`: called with each load, and whether all loads of its batch are complete on all ranks; None: the load was
-    cancelled. `took`: called for a complete batch, with the seconds that its loads took, and (tokens, seconds of the
-    copies) of each load. Both wait in `afterwards`. `clock`: a monotonic clock, in seconds."""
+    cancelled. `took`: called for a complete batch, with the seconds that its loads took, and (tokens, its share of the
+    seconds of the copies) of each load. Both wait in `afterwards`. `clock`: a monotonic clock, in seconds."""
 
     def __init__(
         self, pools: RankPools, ranks: Ranks, weights: RunningWeights, *,
@@ -268,13 +263,13 @@ class Loads:
 
     def _tell(self, batch: _Batch, loadings: Sequence[Loading], landed: bool, ended_s: float) -> None:
         """The batch has ended at `ended_s`."""
-        took_s = batch.took_s(loadings, ended_s)
-        for load, loading in zip(batch.loads, loadings, strict=False):  # none is copied if it is outdated
-            load.copy_s = loading.took_s()
+        copy_s = seconds_of(copy for loading in loadings for copy in loading.copies)
+        took_s = ended_s - batch.started_s if copy_s is None else batch.submit_s + copy_s
         if landed:
-            self._took(took_s, [(_tokens(load), load.copy_s) for load in batch.loads if load.copy_s is not None])
+            took = zip(batch.loads, [loading.took_s() for loading in loadings], strict=False)
+            self._took(took_s, [(_tokens(load), own_s) for load, own_s in took if own_s is not None])
         for load in batch.loads:
-            load.took_s = took_s
+            load.took_s, load.copy_s = took_s, copy_s
             self._ended(load, landed)
         self._threads.settles.run(self._settle, batch, loadings)
 

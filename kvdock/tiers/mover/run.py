@@ -399,7 +399,10 @@ class Mover:
 
     def _take_listed(self, handle: TierHandle) -> None:
         """What the tier has from before is reported slice by slice."""
-        if not isinstance(handle.tier, Lists) or self._out.untold:
+        if not isinstance(handle.tier, Lists):
+            return
+        if self._out.untold:
+            self._out.has_more = True
             return
         known: dict[bytes, list[bytes]] = {}
         for _ in range(LISTED_AT_ONCE):

@@ -143,7 +143,7 @@ class FailingLinker(KvdockLinker):
         def submit_load(attachment: Any, plan: Any, bands: Any = None, **how: Any) -> Any:
             loading = real(attachment, plan, bands, **how)
             if happens("fail"):
-                self._rank_pools.worker._load_lost(loading, copy_error("blocks", found="a test", wanted="none"))
+                self._rank_pools.worker._load_lost(copy_error("blocks", found="a test", wanted="none"), loading)
             return loading
 
         self._rank_pools.worker.submit_load = submit_load  # type: ignore[method-assign]  # for this process alone

@@ -13,12 +13,14 @@ import pytest
 import torch
 from api_helpers import ServerProcess, eventually
 from connector_helpers import BLOCK, CHUNK, PER_CHUNK, Rig, Spectator, tokens_of
+from same_tokens_helpers import bf16_config
 
 from kvdock.client.client import Client
 from kvdock.connectors.plans import LoadPiece
 from kvdock.connectors.ranks import Answer, Order, Peers
 from kvdock.connectors.worker import FIRST_PARTS, Bands, Loading, Own
 from kvdock.datapath.joint import whole_of
+from kvdock.engine.kv_cache import KVCache
 from kvdock.protocol import schemas as s
 from kvdock.shm.objects import SHM_DIR, unlink
 
@@ -92,14 +94,19 @@ def test_a_load_by_layers_is_one_copy(server: ServerProcess) -> None:
             begun[0].release()
 
 
+@pytest.mark.parametrize("pack", ["off", "on"])
 def test_loads_of_one_forward_pass_are_one_copy_and_each_has_a_verdict_of_its_own(
-    server: ServerProcess, caplog: pytest.LogCaptureFixture
+    pack: str, server: ServerProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One is whole, one damaged, one cannot be described, and one shares its first blocks with a running request."""
     shared = PER_CHUNK + 1
     each, kinds = 2 * PER_CHUNK, ("whole", "damaged", "cannot", "shared")
-    with Rig(server.unix, salt="together", num_blocks=256) as rig, Client(server.unix) as client:
+    kv = KVCache(bf16_config("mha"))
+    with Rig(server.unix, salt=f"together {pack}", kv=kv, pack=pack) as rig, Client(server.unix) as client:
+        rig.fill(0)
         worker, loads = rig.connector.worker, []
+        (group,) = worker.session.manifest.groups
+        assert (group.slot_bytes < group.part_bytes) is (pack == "on")
         stored = {kind: range(at * each, (at + 1) * each) for at, kind in enumerate(kinds)}
         into = {kind: range(128 + at * each, 128 + (at + 1) * each) for at, kind in enumerate(kinds)}
         for at, kind in enumerate(kinds):

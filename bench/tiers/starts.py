@@ -1,12 +1,12 @@
-"""What lookups wait while the mover opens a disk with 1 TiB of parts and tells what it has, at a server of its own.
+"""How long lookups wait while the mover opens a disk with 1 TiB of parts and tells what it has, at a server of its own.
 
 - longest_lookup_ms_beside_start: the longest lookup from when the server answers until TOLD_S after the disk is open.
   longest_lookup_ms_beside_disk: at the same server for SEEN_S after that. longest_lookup_ms_beside_nothing: for SEEN_S
   at a server without a disk.
 - lookups_above_2_ms_beside_start, …_disk, …_nothing: how many of a thousand lookups took longer than 2 ms. If there are
   more of them beside the start than beside the disk, the start makes lookups wait.
-- longest_exchange_ms, exchanges_above_2_ms: the same of two processes without kvdock, of which one sends a byte, and
-  the other works for EXCHANGE_WORK_S and sends it back: how long the machine itself lets two processes wait.
+- longest_exchange_ms, exchanges_above_2_ms: the same for two processes without kvdock. One sends a byte; the other
+  works for EXCHANGE_WORK_S and sends the byte back. They show how long the machine makes any two processes wait.
 - longest_lookup_work_ms_beside_…: the longest of what lookups took less the time in which client or server could run
   and waited for a processor, as the kernel counts it. Python collects no garbage of the client meanwhile: what this
   benchmark has imported is not the server's.

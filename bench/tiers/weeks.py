@@ -9,7 +9,7 @@
   two; cpu_store_s_per_gb_64k, cpu_load_s_per_gb_64k.
 - open_1tb_first_hit_s, open_1tb_bytes_per_record: until the tier on a disk with 1 TiB of parts of 2 MiB (sparse files)
   finds the newest part, and the memory that each part takes.
-- longest_lookup_ms_beside_start and others: what lookups wait while the mover opens that disk (bench/tiers/starts.py).
+- longest_lookup_ms_beside_start and others: how long lookups wait while the mover opens it (bench/tiers/starts.py).
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ class WorkerConnector:
             raise
 
     def _begun(self, attachment: Attachment, plan: LoadPlan) -> Loading:
-        """A load of which nothing is submitted yet. It is lost if this worker must not use its lease."""
+        """Makes a load. None of its copies is submitted yet. The load is lost if this worker may not use its lease."""
         loading = Loading(attachment, plan, self._clock())
         loading.holds_lease = attachment.grants.start(plan.lease)
         loading.lost = not loading.holds_lease

@@ -53,7 +53,7 @@ class Share:
 
 
 def shares_of(handle: CopyHandle, counts: Sequence[int]) -> list[Share]:
-    """The shares of loads that have so many parts each, in the order of their parts."""
+    """One share for each load. `counts`: how many parts each load has; the copy has the parts in the same order."""
     joint, first, shares = Joint(handle, sum(counts)), 0, []
     for count in counts:
         shares.append(Share(joint, first, count))

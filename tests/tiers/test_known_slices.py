@@ -41,11 +41,13 @@ def mover_of(folder: Path, before: str = "") -> Iterator[subprocess.Popen[bytes]
     assert mover.stdin is not None
     limit = threading.Timer(30, mover.kill)
     limit.start()
-    with mover, mover.stdin:  # it ends with its server
-        mover.stdin.write(frame(config))
-        mover.stdin.flush()
-        yield mover
-    limit.cancel()
+    try:
+        with mover, mover.stdin:  # it ends with its server
+            mover.stdin.write(frame(config))
+            mover.stdin.flush()
+            yield mover
+    finally:
+        limit.cancel()
 
 
 def reports_of(mover: subprocess.Popen[bytes]) -> Iterator[list[bytes]]:
@@ -70,7 +72,7 @@ def test_no_report_names_more_than_a_slice_and_all_are_named(folder: Path, batch
 
 
 def test_no_slice_waits_once_the_ones_before_it_are_told(folder: Path, batch: list[Part]) -> None:
-    """A disk of 1 TiB took a minute to be known, with a pause after each few slices."""
+    """The mover paused after each few slices, so a disk of 1 TiB would have taken some 50 s."""
     told, has_begun = 0, threading.Event()
     with mover_of(folder, PATIENT) as mover:
 

@@ -214,7 +214,7 @@ def test_what_waits_is_written_when_the_server_ends_and_found_by_the_next(tmp_pa
             engine.close()
             server.process.send_signal(signal.SIGTERM)
             eventually(lambda: "drains" in server.log_text())
-            time.sleep(0.5)  # the server looks every .1 s whether it may end
+            time.sleep(0.5)  # time to end too early: the server checks every .1 s whether it may end
             assert server.process.poll() is None
         assert server.process.wait(30.0) == 0
         assert "were not written" not in server.log_text()

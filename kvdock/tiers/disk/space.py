@@ -31,7 +31,8 @@ KEPT: Final = 0.95
 LEAST_FREED: Final = 0.125
 """The least share of a segment in which there is no part after its turn."""
 LOOKS: Final = 8
-"""The most segments that are looked at to find one of which at least LEAST_FREED would be evicted anyway."""
+"""The most segments at which a search for one to empty looks. It ends early at a segment of which at least LEAST_FREED
+would be evicted anyway."""
 LONG_AGO: Final = FIRST_MOMENT - (1 << 40)
 """The last use of a part that was not used before the tier was last closed."""
 LOOK_S: Final = 0.05

@@ -402,7 +402,7 @@ class Mover:
         if not isinstance(handle.tier, Lists):
             return
         if self._out.untold:
-            self._out.has_more = True
+            self._out.has_more = True  # else the turn that reports the last of them would wait before the next one
             return
         known: dict[bytes, list[bytes]] = {}
         for _ in range(LISTED_AT_ONCE):

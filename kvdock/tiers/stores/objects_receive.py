@@ -69,7 +69,7 @@ class Receiver:
             return [None] * len(paths)
         try:
             return await self._obstore.sign_async(self._store, paths, timedelta(seconds=SIGNED_S))
-        except Exception as error:  # obstore raises errors of its own and of Python; without URLs it is asked itself
+        except Exception as error:  # obstore's errors have no common class; _failed() counts them, and obstore loads
             self._failed(error)
             return [None] * len(paths)
 
